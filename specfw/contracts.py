@@ -1,0 +1,236 @@
+"""The contracts of drafters, verifiers, schedulers and target loaders: the one file a plugin author reads.
+
+A plugin's class derives from one of the four bases below, is registered by name through a hook
+(`specfw.hookspecs`) and is built from its options once, at start. The decode loop then calls plain
+methods of plain objects. Words are those of the glossary in `docs/reference/glossary.md`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from specfw.types import Guarantee, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from specfw.decoding.builder import DraftBuilder
+    from specfw.decoding.draft import Draft
+    from specfw.decoding.probabilities import NodeLaws
+    from specfw.decoding.random import RandomSource
+
+__all__ = [
+    "API_VERSION",
+    "DraftLimits",
+    "Drafter",
+    "Feedback",
+    "LoadedTarget",
+    "Outcome",
+    "RequestView",
+    "Requirements",
+    "Scheduler",
+    "SchedulerView",
+    "TargetInfo",
+    "TargetLoader",
+    "Verifier",
+]
+
+API_VERSION = 1
+"""The integer that a plugin states as `specfw_api`; raised when a contract changes incompatibly."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a drafter or scheduler may know of the target, handed to `attach` once, before any request."""
+
+    name: str
+    vocab_size: int
+    """Width of a logits row; at least the tokenizer's size."""
+    max_length: int
+    """Longest sequence, prompt and output together, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Any
+    """The target's tokenizer, or None for targets that speak token ids only."""
+    model: Any
+    """The target's module; for reading (embeddings, head, config), never for changing."""
+    device: torch.device
+    dtype: torch.dtype
+
+
+class RequestView(ABC):
+    """One request as a component sees it. Read only; the same object from `begin` to `end`."""
+
+    id: int
+    tokens: Sequence[int]
+    """Committed token ids: the prompt, then what was emitted; the last one is the draft's root."""
+    prompt_length: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """How much may be drafted for one request in one step: nodes in all, depth, siblings."""
+
+    max_nodes: int = 0
+    max_depth: int = 0
+    max_width: int = 1
+
+    def __and__(self, other: DraftLimits) -> DraftLimits:
+        """The tighter of two limits, field by field."""
+        return DraftLimits(
+            min(self.max_nodes, other.max_nodes),
+            min(self.max_depth, other.max_depth),
+            min(self.max_width, other.max_width),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a drafter needs from the target pass beyond the tokens."""
+
+    hidden_layers: tuple[int, ...] = ()
+    """Indices into transformers' `hidden_states` (0 is the embedding output)."""
+
+
+@dataclass(slots=True)
+class Feedback:
+    """What became of one step, for the requests that drafted or emitted in it."""
+
+    requests: Sequence[RequestView]
+    emitted: Sequence[Sequence[int]]
+    """Emitted tokens per request: the kept draft tokens, then one more, cut at the first stop."""
+    kept: Sequence[Sequence[int]]
+    """Builder handles of the kept draft nodes per request, in order."""
+    drafted: Sequence[int]
+    """Draft nodes per request."""
+    hidden: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    """Per asked-for layer and request, float [rows, H]: the context rows of this pass, the root, the kept nodes."""
+
+
+class Drafter(ABC):
+    """Proposes draft nodes; never draws a token and never states a law.
+
+    State after `observe` must equal that of a fresh drafter begun on the same tokens; what a
+    drafter learns on purpose is excepted, and may change what is drafted, never the text's law.
+    A drafter that raises or hands over non-finite logits costs its draft, never the request.
+    """
+
+    requires: ClassVar[Requirements] = Requirements()
+
+    def attach(self, target: TargetInfo) -> None:
+        """Prepare for this target; called once before any request.
+
+        Raises:
+            ConfigError: this drafter cannot work with this target; say why and what works.
+        """
+
+    def begin(self, request: RequestView) -> None:
+        """A request enters (again, after a preemption)."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        """Add draft nodes for `requests` through `builder.sample` and `builder.guess`.
+
+        `requests[i]` is the builder's request i; `builder.roots[i]` is its root's handle and
+        `builder.limits[i]` its limits. Adding nothing is ordinary decoding.
+        """
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn what was kept, and roll back own state to the committed tokens."""
+
+    def end(self, request: RequestView) -> None:
+        """A request leaves (finished, cancelled, failed or preempted): drop everything held for it."""
+
+    def close(self) -> None:
+        """The pipeline is closed."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a verifier decided: the last kept node of each request and the token after it."""
+
+    node: torch.Tensor
+    """int64 [B]; 0 is the root, so that nothing of the draft was kept."""
+    next_token: torch.Tensor
+    """int64 [B]; the recovered or bonus token."""
+
+
+class Verifier(ABC):
+    """Decides which draft nodes are kept, so that the emitted tokens follow the target's law."""
+
+    guarantee: ClassVar[Guarantee]
+    """`same-text`: the text plain decoding gives for the seed; `exact-law`: its law; `lossy`: neither."""
+    noise: ClassVar[Literal["target", "draft"]]
+    """Which noise drafts are drawn with: the target's own at each position, or fresh for each step."""
+    supports_trees: ClassVar[bool] = True
+
+    @abstractmethod
+    def verify(self, draft: Draft, laws: NodeLaws, random: RandomSource) -> Outcome:
+        """Walk the trees of all requests at once.
+
+        Ask `laws.rows(node)` only for nodes that are reached, and draw lazily and jointly.
+        All chance goes through `random`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """What a scheduler sees before a step: the requests that could draft, and what each may at most.
+
+    `caps` already respect the remaining tokens, the context, the memory and the request's own settings.
+    """
+
+    requests: Sequence[RequestView]
+    caps: Sequence[DraftLimits]
+    rows: int
+    """Rows of the target pass before any draft (prefill chunks and last tokens)."""
+
+
+class Scheduler(ABC):
+    """Sets draft limits and stops drafts. Schedulers compose: limits are the minimum, any stop stops.
+
+    Decisions may use committed text, any past, and this step's kept tokens, never a token that
+    is then dropped.
+    """
+
+    def attach(self, target: TargetInfo) -> None:
+        """Prepare for this target; called once before any request."""
+
+    @abstractmethod
+    def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
+        """Draft limits per request, at most `view.caps`."""
+
+    def before_draw(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Asked with the law of each coming draw, float [M, V]: bool [M], False stops; None means go on."""
+        return None
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn what was kept."""
+
+
+@dataclass(slots=True)
+class LoadedTarget:
+    """A model ready to be the target, or a drafter's model."""
+
+    name: str
+    model: Any
+    """A transformers causal language model in eval mode."""
+    tokenizer: Any = None
+    notes: tuple[str, ...] = ()
+    """What the loader wants a user to know (bytes per weight, dequantised, approximations)."""
+
+
+class TargetLoader(ABC):
+    """Loads the model whose law is kept (a quantised target is the quantised model)."""
+
+    @abstractmethod
+    def load(self) -> LoadedTarget:
+        """Load the model and its tokenizer.
+
+        Raises:
+            ConfigError: the model cannot be found or its settings are wrong.
+            UnsupportedModelError: its kind cannot run.
+        """

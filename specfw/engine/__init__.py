@@ -1,0 +1,1 @@
+"""The engine: packed steps over all requests, and the KV memory they share."""

@@ -1,0 +1,399 @@
+"""The decode loop: plan, draft, pack, forward, verify, commit.
+
+Between steps, for every running request: tokens[0:n_kv] have KV, n_kv is smaller than the number of
+committed tokens, and no draft slot is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specfw.contracts import Drafter, Feedback, Outcome, RequestView, Scheduler, TargetInfo, Verifier
+from specfw.decoding.builder import DraftBuilder
+from specfw.decoding.draft import Draft
+from specfw.decoding.probabilities import NodeLaws, SamplingBatch
+from specfw.decoding.random import RandomSource
+from specfw.engine.batching import Segment
+from specfw.engine.memory import KVMemory, Transaction
+from specfw.engine.model_runner import ModelRunner, Rows
+from specfw.engine.planning import Plan, Planner, Work
+from specfw.engine.requests import Request
+from specfw.errors import CapacityError, ConfigError
+from specfw.types import FinishReason, Output, SamplingParams
+
+__all__ = ["Engine", "StepReport"]
+
+log = logging.getLogger("specfw")
+
+
+@dataclass(slots=True)
+class Round:
+    """What one step brought one request that decoded."""
+
+    request: Request
+    drafted: int
+    tested: int
+    """Depths at which draft tokens were tested."""
+    kept: list[int]
+    """Draft nodes whose tokens were emitted."""
+    emitted: list[int]
+    ends: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one step did."""
+
+    rows: int
+    """Tokens that went through the target."""
+    admitted: int
+    preempted: int
+    drafted: int
+    accepted: int
+    emitted: int
+    finished: list[Output]
+    seconds: dict[str, float]
+    """Wall time by phase: plan, draft, forward, verify, commit, observe."""
+
+    @classmethod
+    def of(cls, plan: Plan, rounds: Sequence[Round], finished: list[Output], seconds: dict[str, float]) -> StepReport:
+        drafted = sum(round.drafted for round in rounds)
+        return cls(
+            rows=sum(work.context for work in plan.work) + drafted,
+            admitted=len(plan.admitted),
+            preempted=len(plan.preempted),
+            drafted=drafted,
+            accepted=sum(len(round.kept) for round in rounds),
+            emitted=sum(len(round.emitted) for round in rounds),
+            finished=finished,
+            seconds=seconds,
+        )
+
+
+class _Clock:
+    """Splits the wall time of a step into phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+class Engine:
+    """Runs requests on one target with one drafter, one verifier and some schedulers."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        memory: KVMemory,
+        info: TargetInfo,
+        drafter: Drafter,
+        verifier: Verifier,
+        schedulers: Sequence[Scheduler],
+        random: RandomSource,
+        *,
+        max_batch: int = 16,
+        max_step_tokens: int = 512,
+        prefill_chunk: int = 256,
+    ) -> None:
+        self.runner, self.memory, self.info = runner, memory, info
+        self.drafter, self.verifier, self.schedulers, self.random = drafter, verifier, schedulers, random
+        self.store = runner.new_store(memory.num_slots)
+        self.planner = Planner(memory, schedulers, max_batch, max_step_tokens, prefill_chunk)
+        self.max_length = min(info.max_length, memory.num_blocks * memory.block_size)
+        self.faults: Counter[str] = Counter()
+        """Drafts lost, by cause; each cause is logged once."""
+        self.observers: list[Callable[[StepReport], None]] = []
+        self._next_id = 0
+        for component in (drafter, *schedulers):
+            component.attach(info)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.planner.running or self.planner.waiting)
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, index: int = 0, streams: bool = False
+    ) -> Request:
+        """Queue a request.
+
+        Raises:
+            ConfigError: the prompt is empty or has ids outside the vocabulary.
+            CapacityError: it does not fit into the context or the KV memory.
+        """
+        self._check_prompt(prompt, params)
+        room = self.max_length - len(prompt)
+        if params.max_new_tokens > room:
+            params = params.model_copy(update={"max_new_tokens": room})
+        request = Request(
+            self._next_id,
+            prompt,
+            params,
+            eos_token_ids=self.info.eos_token_ids,
+            tokenizer=self.info.tokenizer,
+            vocab_size=self.info.vocab_size,
+            device=self.info.device,
+            guarantee=self.verifier.guarantee,
+            index=index,
+            streams=streams,
+        )
+        self._next_id += 1
+        self.planner.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, whatever state it is in; what it has emitted stays in its output."""
+        if request.output is None:
+            self._finish(request, "cancelled")
+
+    @torch.inference_mode()
+    def step(self) -> StepReport:
+        """One round for every request that the plan picks."""
+        clock = _Clock()
+        plan = self._plan()
+        clock.lap("plan")
+        with self.memory.transaction() as memory:  # on any exit the invariant holds
+            for work in plan.work:
+                memory.reserve(work.sequence, work.context + work.limits.max_nodes)
+            draft, builder, sampling = self._draft(plan.decoding)
+            clock.lap("draft")
+            rows = self._forward(plan.work, draft)
+            clock.lap("forward")
+            laws = NodeLaws(rows.logits, draft, sampling)
+            outcome = self.verifier.verify(draft, laws, self.random)
+            clock.lap("verify")
+            rounds = self._commit(plan, draft, builder, laws, outcome, memory)
+        clock.lap("commit")
+        self._observe(plan, rounds, builder, rows)
+        finished = [self._finish(round.request, round.ends, round.error) for round in rounds if round.ends]
+        clock.lap("observe")
+        report = StepReport.of(plan, rounds, finished, clock.seconds)
+        for observer in self.observers:
+            observer(report)
+        return report
+
+    def _plan(self) -> Plan:
+        plan = self.planner.plan()
+        for request in plan.preempted:
+            self._end(request)
+        for request in plan.admitted:
+            self._begin(request)
+        return plan
+
+    def _draft(self, decoding: Sequence[Work]) -> tuple[Draft, DraftBuilder, SamplingBatch]:
+        requests = [work.request for work in decoding]
+        sampling = SamplingBatch([request.sampling for request in requests])
+        root, start, seed = torch.tensor(
+            [[r.tokens[-1], len(r.tokens) - 1, r.seed] for r in requests], dtype=torch.long
+        ).reshape(-1, 3).T.to(self.info.device)
+        builder = DraftBuilder(
+            root,
+            start,
+            seed,
+            [work.limits for work in decoding],
+            sampling,
+            self.random,
+            self.verifier.noise,
+            self.info.vocab_size,
+            self._may_draw,
+        )
+        if any(work.limits.max_nodes for work in decoding):
+            # What was drawn before a failure stays: dropping it could depend on what was drawn.
+            self._guard(self.drafter.propose, requests, requests, builder)
+        return builder.build(), builder, sampling
+
+    def _may_draw(self, q: Tensor) -> Tensor | None:
+        answers = [answer for s in self.schedulers if (answer := s.before_draw(q)) is not None]
+        return torch.stack(answers).all(0) if answers else None
+
+    def _forward(self, work: Sequence[Work], draft: Draft) -> Rows:
+        """Score the context and the draft of every request in one pass."""
+        segments: list[Segment] = []
+        rows: list[NDArray[np.int64]] = []  # packed rows of draft tokens, and where these are in the draft
+        places: list[NDArray[np.int64]] = []
+        first_row = b = 0
+        for item in work:
+            nodes = int(draft.sizes[b]) if item.decodes else 1
+            segments.append(_segment(item, draft.parent[b, 1:nodes] if item.decodes else None))
+            if item.decodes:
+                rows.append(first_row + item.context + np.arange(nodes - 1))
+                places.append(b * draft.parent.shape[1] + np.arange(1, nodes))
+                b += 1
+            first_row += len(segments[-1].tokens)
+        index = np.concatenate([np.zeros(0, np.int64), *places])
+        tokens = draft.token.reshape(-1)[torch.from_numpy(index).to(draft.token.device)]
+        device_tokens = (np.concatenate([np.zeros(0, np.int64), *rows]), tokens)
+        return self.runner.run(self.store, segments, device_tokens, self.drafter.requires.hidden_layers)
+
+    def _commit(
+        self,
+        plan: Plan,
+        draft: Draft,
+        builder: DraftBuilder,
+        laws: NodeLaws,
+        outcome: Outcome,
+        memory: Transaction,
+    ) -> list[Round]:
+        """Keep what was accepted, cut at the first stop; the KV of everything else is gone afterwards."""
+        columns = torch.stack([outcome.node, outcome.next_token, laws.failed_at, builder.non_finite.long()], 1)
+        decided = torch.cat([columns, draft.token], 1).cpu().numpy()  # the step's one synchronisation
+        paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
+        self._compact(plan.decoding, paths)
+        rounds = [
+            self._settle(b, work.request, draft, paths[b], decided[b], laws)
+            for b, work in enumerate(plan.decoding)
+        ]
+        kept = {round.request: len(round.kept) for round in rounds if round.error is None}
+        for work in plan.work:
+            if not work.decodes or work.request in kept:
+                memory.commit(
+                    work.sequence,
+                    work.request.tokens,
+                    work.sequence.n_kv + work.context + kept.get(work.request, 0),
+                )
+        return rounds
+
+    def _settle(
+        self, b: int, request: Request, draft: Draft, path: list[int], decided: NDArray[np.int64], laws: NodeLaws
+    ) -> Round:
+        """Emit what request `b` got, and count it."""
+        next_token, failed_at, non_finite = (int(value) for value in decided[1:4])
+        drafted = int(draft.sizes[b]) - 1
+        if failed_at >= 0:
+            return Round(request, drafted, 0, [], [], "error", (
+                f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
+                "drawn there; check the model's weights and dtype"
+            ))
+        if non_finite:
+            self._stop_drafting(request, "handed over NaN or infinite logits")
+        taken, ends = request.emit([*(int(token) for token in decided[4:][path]), next_token], len(path))
+        kept = path[:taken]
+        deepest = int(draft.depth[b].max())
+        tested = min(len(path) + (len(path) < deepest), taken)
+        request.count(drafted, tested, len(kept), taken)
+        request.add_logprobs(laws, b, [0, *path][:taken])
+        return Round(request, drafted, tested, kept, request.tokens[len(request.tokens) - taken :], ends)
+
+    def _compact(self, decoding: Sequence[Work], paths: Sequence[list[int]]) -> None:
+        """Move the KV of accepted nodes to the slots of their positions."""
+        source, target = [], []
+        for work, path in zip(decoding, paths, strict=True):
+            root = work.sequence.n_kv + work.context - 1
+            for depth, node in enumerate(path, 1):
+                if node != depth:
+                    source.append(work.sequence.slots(root + node, root + node + 1))
+                    target.append(work.sequence.slots(root + depth, root + depth + 1))
+        if source:
+            self.store.move(torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(target)))
+
+    def _observe(self, plan: Plan, rounds: Sequence[Round], builder: DraftBuilder, rows: Rows) -> None:
+        """Tell the drafter and the schedulers what was kept."""
+        told = [(b, round) for b, round in enumerate(rounds) if round.error is None]
+        feedback = Feedback(
+            requests=[round.request for _, round in told],
+            emitted=[round.emitted for _, round in told],
+            kept=[builder.handles_of(b, round.kept) for b, round in told],
+            drafted=[round.drafted for _, round in told],
+            hidden=_hidden_of(plan, rounds, rows),
+        )
+        self._guard(self.drafter.observe, feedback.requests, feedback)
+        for scheduler in self.schedulers:
+            scheduler.observe(feedback)
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
+        self.planner.leave(request)
+        self._end(request)
+        return request.finish(reason, error)
+
+    def _begin(self, request: Request) -> None:
+        request.begun = True
+        self._guard(self.drafter.begin, [request], request)
+
+    def _end(self, request: Request) -> None:
+        if request.begun:
+            request.begun = False
+            self._guard(self.drafter.end, [request], request)
+
+    def _guard(self, call: Callable[..., None], requests: Sequence[RequestView], *arguments: Any) -> None:
+        """Call the drafter; if it raises, `requests` go on without drafts."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            log.debug("drafter failed", exc_info=True)
+            for request in requests:
+                self._stop_drafting(request, f"raised {type(error).__name__}: {error}")
+
+    def _stop_drafting(self, request: RequestView, why: str) -> None:
+        assert isinstance(request, Request)
+        request.drafting = False
+        name = type(self.drafter).__name__
+        if not self.faults[why]:
+            log.warning("drafter %s %s; requests hit by this go on without drafts", name, why)
+        self.faults[why] += 1
+
+    def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not len(prompt):
+            raise ConfigError("request: expected at least one prompt token, got an empty prompt; give some text")
+        outside = next((token for token in prompt if not 0 <= token < self.info.vocab_size), None)
+        if outside is not None:
+            raise ConfigError(
+                f"request: expected prompt token ids from 0 to {self.info.vocab_size - 1}, got {outside}; "
+                "encode the prompt with the target's tokenizer"
+            )
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            outside = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
+            if outside is not None:
+                raise ConfigError(
+                    f"request: expected {name} from 0 to {self.info.vocab_size - 1}, got {outside}; remove it"
+                )
+        if len(prompt) >= self.max_length:
+            context = self.max_length == self.info.max_length
+            raise CapacityError(
+                f"request: expected a prompt shorter than {self.max_length} tokens, which is all that "
+                f"{'the context' if context else 'the KV memory'} holds, got {len(prompt)}; "
+                f"{'shorten it' if context else 'shorten it or raise engine.kv_tokens'}"
+            )
+
+
+def _segment(work: Work, draft_parents: NDArray[np.int32] | None) -> Segment:
+    """The context of a request as a chain, and its draft below the last context token."""
+    context, sequence = work.context, work.sequence
+    tokens = np.array(work.request.tokens[sequence.n_kv : sequence.n_kv + context], np.int64)
+    chain = np.arange(-1, context - 1)
+    if draft_parents is None:
+        return Segment(sequence, tokens, chain, np.zeros(0, np.int64))
+    nodes = len(draft_parents)
+    return Segment(
+        sequence,
+        np.concatenate([tokens, np.full(nodes, -1)]),
+        np.concatenate([chain, context - 1 + draft_parents]),
+        np.arange(context - 1, context + nodes),
+    )
+
+
+def _hidden_of(plan: Plan, rounds: Sequence[Round], rows: Rows) -> dict[int, list[Tensor]]:
+    """Hidden states per layer and request that goes on: its context rows, then its kept nodes'."""
+    if not rows.hidden:
+        return {}
+    by_request = {round.request: round for round in rounds if round.error is None}
+    chosen = []
+    for first, work in zip(rows.first_token, plan.work, strict=True):
+        if (round := by_request.get(work.request)) is not None:
+            kept = [work.context - 1 + node for node in round.kept]
+            chosen.append(torch.tensor([*range(work.context), *kept]) + int(first))
+    return {layer: [states[index.to(states.device)] for index in chosen] for layer, states in rows.hidden.items()}

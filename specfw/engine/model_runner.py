@@ -1,0 +1,121 @@
+"""Running an unmodified transformers model over packed tokens and the paged KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specfw.engine import guards
+from specfw.engine.attention import ATTENTION, KVStore, StepContext, _current
+from specfw.engine.batching import Segment, pack
+from specfw.engine.prepack import PackedLinears
+
+__all__ = ["ModelRunner", "Rows"]
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a pass returned."""
+
+    logits: Tensor  # [R, V], the scored nodes of all segments in order
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # asked-for layer -> [T, H]
+    first_token: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class ModelRunner:
+    """Attaches to a causal language model without changing it.
+
+    The model's attention function is switched for the time of each pass only, so the model stays
+    usable by others between passes.
+    """
+
+    def __init__(self, model: Any, prepack: bool | None = None, check: bool = True) -> None:
+        """Attach, and check that the packed forward is exact for this model.
+
+        Args:
+            model: a transformers causal LM in eval mode.
+            prepack: reorder linear weights for fast small products; None does where it pays
+                (bfloat16 on CPUs).
+            check: run the numeric probe.
+
+        Raises:
+            UnsupportedModelError: the packed forward cannot run this model exactly.
+        """
+        guards.check_config(model)
+        self.model = model.eval()
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.max_length = guards.longest_sequence(model)
+        self._configs = guards.attention_configs(model)
+        self._keeps_logits = bool(model._supports_logits_to_keep())
+        self._linears = PackedLinears.of(model, prepack)
+        self.probe_error = guards.probe(self) if check else float("nan")
+
+    def new_store(self, num_slots: int) -> KVStore:
+        """An empty KV store for this model."""
+        return KVStore(num_slots)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        store: KVStore,
+        segments: Sequence[Segment],
+        device_tokens: tuple[NDArray[np.int64], Tensor] | None = None,
+        hidden: Sequence[int] = (),
+    ) -> Rows:
+        """One pass over `segments`, which reads and writes `store`.
+
+        Args:
+            store: the KV of all sequences.
+            segments: at least one.
+            device_tokens: see `pack`.
+            hidden: layers whose hidden states are wanted.
+        """
+        batch = pack(segments, self.device, device_tokens, min_tokens=self._linears.min_rows)
+        step = StepContext(batch, store)
+        extra: dict[str, Any] = {}
+        if hidden:
+            extra["output_hidden_states"] = list(hidden)
+        if self._keeps_logits:
+            extra["logits_to_keep"] = batch.scored
+        with self._attached(step), self._linears.active():
+            output = self.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                specfw_step=step,
+                **extra,
+            )
+        logits = output.logits[0]
+        return Rows(
+            logits=logits if self._keeps_logits else logits.index_select(0, batch.scored),
+            hidden={layer: output.hidden_states[layer][0] for layer in hidden},
+            first_token=batch.first_token,
+        )
+
+    @torch.inference_mode()
+    def stock_logits(self, tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        """The model's own forward over one sequence, without cache: [len(tokens), V]."""
+        ids = torch.tensor([[int(token) for token in tokens]], device=self.device)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    @contextmanager
+    def _attached(self, step: StepContext) -> Iterator[None]:
+        before = [config._attn_implementation_internal for config in self._configs]
+        token = _current.set(step)
+        for config in self._configs:
+            config._attn_implementation_internal = ATTENTION
+        try:
+            yield
+        finally:
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = implementation
+            _current.reset(token)

@@ -1,0 +1,163 @@
+"""Who runs in a step: admission, token budget, prefill chunks, preemption, draft limits.
+
+First come, first served. Requests that decode come before prefill chunks, so that a long prompt does
+not stall them; a preempted request goes back to the head of the queue, so the oldest always proceeds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specfw.contracts import DraftLimits, Scheduler, SchedulerView
+from specfw.engine.memory import KVMemory, KVSequence
+from specfw.engine.requests import Request
+
+__all__ = ["Plan", "Planner", "Work", "compose_limits"]
+
+
+@dataclass(slots=True)
+class Work:
+    """One request's share of a step: its next `context` committed tokens, and room for a draft behind them."""
+
+    request: Request
+    context: int
+    limits: DraftLimits = field(default_factory=DraftLimits)
+
+    decodes: bool = False
+    """Whether the last committed token is run, so that something is emitted."""
+
+    @property
+    def sequence(self) -> KVSequence:
+        assert self.request.sequence is not None
+        return self.request.sequence
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step's work, and the requests that lost their memory or cannot run at all."""
+
+    work: list[Work] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def decoding(self) -> list[Work]:
+        return [work for work in self.work if work.decodes]
+
+
+def compose_limits(schedulers: Sequence[Scheduler], view: SchedulerView) -> list[DraftLimits]:
+    """The tightest of the caps and of every scheduler's plan, request by request."""
+    limits = list(view.caps)
+    for scheduler in schedulers:
+        limits = [a & b for a, b in zip(limits, scheduler.plan(view), strict=True)]
+    return limits
+
+
+class Planner:
+    """Keeps the queue and the running requests."""
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        schedulers: Sequence[Scheduler],
+        max_batch: int,
+        max_step_tokens: int,
+        prefill_chunk: int,
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._memory, self._schedulers = memory, schedulers
+        self._max_batch, self._max_step_tokens, self._prefill_chunk = max_batch, max_step_tokens, prefill_chunk
+
+    def plan(self) -> Plan:
+        """Decide the next step's work."""
+        plan = Plan()
+        self._admit(plan)
+        self._choose_work(plan)
+        self._set_limits(plan.decoding, sum(work.context for work in plan.work))
+        return plan
+
+    def leave(self, request: Request) -> None:
+        """Forget a request and free its memory."""
+        if request in self.running:
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        if request.sequence is not None:
+            self._memory.release(request.sequence)
+            request.sequence = None
+
+    def _admit(self, plan: Plan) -> None:
+        """Let waiting requests in while their whole text fits beside what the running ones still need."""
+        promised = sum(self._blocks(request, request.uncomputed) for request in self.running)
+        while self.waiting and len(self.running) < self._max_batch:
+            request = self.waiting[0]
+            request.sequence = self._memory.open(request.tokens)
+            promised += self._blocks(request, request.uncomputed)
+            if promised > self._memory.available and self.running:
+                self._release(request)
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            plan.admitted.append(request)
+
+    def _choose_work(self, plan: Plan) -> None:
+        budget, needed = self._max_step_tokens, 0
+        for request in sorted(self.running, key=lambda request: request.uncomputed > 1):
+            context = min(request.uncomputed, budget)
+            if request.uncomputed > 1:
+                context = min(context, self._prefill_chunk)
+            if context == 0 or request not in self.running:
+                continue
+            blocks = self._blocks(request, context)
+            while needed + blocks > self._memory.available:
+                victim = self.running[-1]
+                needed -= self._drop_work(plan, victim)
+                self._preempt(plan, victim)
+                if victim is request:
+                    break
+            else:
+                needed += blocks
+                budget -= context
+                plan.work.append(Work(request, context, decodes=context == request.uncomputed))
+
+    def _drop_work(self, plan: Plan, victim: Request) -> int:
+        """Take a request's work back; how many blocks it was going to need."""
+        dropped = [work for work in plan.work if work.request is victim]
+        plan.work = [work for work in plan.work if work.request is not victim]
+        return sum(self._blocks(work.request, work.context) for work in dropped)
+
+    def _preempt(self, plan: Plan, victim: Request) -> None:
+        self.running.remove(victim)
+        self._release(victim)
+        self.waiting.appendleft(victim)
+        if victim in plan.admitted:
+            plan.admitted.remove(victim)
+        else:
+            plan.preempted.append(victim)
+
+    def _set_limits(self, decoding: Sequence[Work], rows: int) -> None:
+        if not decoding:
+            return
+        share = max(0, self._max_step_tokens - rows) // len(decoding)
+        caps = [work.request.draft_cap() & DraftLimits(share, share, share) for work in decoding]
+        view = SchedulerView([work.request for work in decoding], caps, rows)
+        spare = self._memory.available - sum(self._blocks(work.request, work.context) for work in decoding)
+        for work, limits in zip(decoding, compose_limits(self._schedulers, view), strict=True):
+            spare -= self._fit(work, limits, spare)
+
+    def _fit(self, work: Work, limits: DraftLimits, spare: int) -> int:
+        """Cut the draft to the blocks that are left; how many of them it takes."""
+        size, base = self._memory.block_size, work.sequence.n_kv + work.context
+        free_slots = -base % size + max(spare, 0) * size
+        work.limits = limits & DraftLimits(free_slots, limits.max_depth, limits.max_width)
+        return -(-(base + work.limits.max_nodes) // size) - -(-base // size)
+
+    def _blocks(self, request: Request, count: int) -> int:
+        assert request.sequence is not None
+        return self._memory.blocks_needed(request.sequence, count)

@@ -1,0 +1,65 @@
+"""Linear weights reordered once for oneDNN's small products: a CPU-only matter.
+
+A decoding pass multiplies a few rows by every weight. With weights packed ahead oneDNN reads them in its
+own order; it does so well from two rows on, so passes of one token are padded to two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PackedLinears"]
+
+
+class PackedLinears:
+    """Packed copies of a model's dense linear layers, used only inside `active()`."""
+
+    def __init__(self, forwards: list[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> None:
+        self._forwards = forwards
+        self.min_rows = 2 if forwards else 1
+
+    @classmethod
+    def of(cls, model: nn.Module, wanted: bool | None) -> PackedLinears:
+        """Pack what can be packed; nothing where it would not pay and `wanted` is not True."""
+        if wanted is False or not torch.backends.mkldnn.is_available():
+            return cls([])
+        linears = [
+            module
+            for module in model.modules()
+            if type(module) is nn.Linear
+            and module.weight.device.type == "cpu"
+            and module.weight.dtype == torch.bfloat16
+            and not hasattr(module, "_hf_hook")
+        ]
+        if not linears or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return cls([])
+        with torch.no_grad():
+            return cls([(module, cls._packed_forward(module)) for module in linears])
+
+    @staticmethod
+    def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        weight: Any = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), 8)
+        bias = module.bias
+        product = torch.ops.mkldnn._linear_pointwise
+
+        def forward(x: Tensor) -> Tensor:
+            result: Tensor = product(x, weight, bias, "none", [], "")
+            return result
+
+        return forward
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, the layers compute with the packed weights."""
+        for module, forward in self._forwards:
+            module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for module, _ in self._forwards:
+                del module.__dict__["forward"]

@@ -1,0 +1,155 @@
+"""One request's life: its tokens, settings, memory, counts, and the pieces it has streamed."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from specfw.contracts import DraftLimits, RequestView
+from specfw.decoding.probabilities import NodeLaws, SamplingState
+from specfw.decoding.stopping import Stopper
+from specfw.engine.memory import KVSequence
+from specfw.types import (
+    FinishReason,
+    Guarantee,
+    Output,
+    Piece,
+    SamplingParams,
+    SpeculationStats,
+    TokenLogprob,
+    Usage,
+)
+
+__all__ = ["Request"]
+
+_UNLIMITED = 1 << 30
+
+
+class Request(RequestView):
+    """A request inside the engine."""
+
+    def __init__(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: Sequence[int],
+        tokenizer: Any,
+        vocab_size: int,
+        device: torch.device,
+        guarantee: Guarantee,
+        index: int = 0,
+        streams: bool = False,
+    ) -> None:
+        self.id = id
+        self.index = index
+        self._streams = streams
+        self.params = params
+        self.prompt_length = len(prompt)
+        self.tokens: list[int] = list(prompt)
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed & (2**63 - 1)
+        self.stopper = Stopper(params, eos_token_ids, tokenizer, prompt)
+        stop_ids = [*params.stop_token_ids, *([] if params.ignore_eos else eos_token_ids)]
+        self.sampling = SamplingState(params, prompt, [], stop_ids, vocab_size, device)
+        self.stats = SpeculationStats(guarantee=guarantee)
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.sequence: KVSequence | None = None
+        self.drafting = params.speculation.enabled
+        self.begun = False
+        self.output: Output | None = None
+        self.pieces: deque[Piece] = deque()
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def uncomputed(self) -> int:
+        """Committed tokens without KV; one while decoding, more before."""
+        return len(self.tokens) - (self.sequence.n_kv if self.sequence else 0)
+
+    def draft_cap(self) -> DraftLimits:
+        """The most that could be of use: one token less than may still be emitted, within the request's own limits."""
+        remaining = self.params.max_new_tokens - len(self.emitted) - 1
+        wish = self.params.speculation
+        if not self.drafting or remaining <= 0:
+            return DraftLimits()
+        return DraftLimits(
+            max_nodes=_UNLIMITED if wish.max_nodes is None else wish.max_nodes,
+            max_depth=min(remaining, _UNLIMITED if wish.max_depth is None else wish.max_depth),
+            max_width=_UNLIMITED if wish.max_width is None else wish.max_width,
+        )
+
+    def emit(self, tokens: Sequence[int], kept: int) -> tuple[int, FinishReason | None]:
+        """Commit tokens of which the first `kept` were drafted, cut at the first stop.
+
+        Returns:
+            How many tokens were taken, and why the request ends, if it does.
+        """
+        taken, reason = self.stopper.extend(tokens)
+        tokens = tokens[:taken]
+        self.tokens.extend(tokens)
+        self.sampling.advance(tokens)
+        if self._streams:
+            accepted = [place < kept for place in range(taken)]
+            self.pieces.append(Piece(self.stopper.take(), list(tokens), accepted, self.index))
+        return taken, reason
+
+    def count(self, drafted: int, tested: int, kept: int, emitted: int) -> None:
+        """Add one target pass to the statistics; `tested` depths had a draft token that was tested."""
+        stats = self.stats
+        stats.target_passes += 1
+        stats.drafted += drafted
+        stats.accepted += kept
+        stats.emitted += emitted
+        if drafted:
+            stats.drafted_rounds += 1
+            stats.accepted_histogram[kept] = stats.accepted_histogram.get(kept, 0) + 1
+        missing = tested - len(stats.tested_by_depth)
+        stats.tested_by_depth += [0] * missing
+        stats.accepted_by_depth += [0] * missing
+        for depth in range(tested):
+            stats.tested_by_depth[depth] += 1
+            stats.accepted_by_depth[depth] += depth < kept
+
+    def add_logprobs(self, laws: NodeLaws, b: int, nodes: Sequence[int]) -> None:
+        """Note the target's log-probabilities of the last emitted tokens, drawn after `nodes`."""
+        if self.logprobs is None:
+            return
+        rows = laws.raw_logprobs(b, nodes)
+        emitted = torch.tensor(self.tokens[-len(nodes) :], device=rows.device)[:, None]
+        wanted = min(self.params.logprobs or 0, rows.shape[1])
+        best = rows.topk(wanted, -1)
+        for token, logprob, values, ids in zip(
+            emitted[:, 0].tolist(),
+            rows.gather(1, emitted)[:, 0].tolist(),
+            best.values.tolist(),
+            best.indices.tolist(),
+            strict=True,
+        ):
+            self.logprobs.append(TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True))))
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> Output:
+        """Make the output; the last streamed piece carries it."""
+        if self.stopper.finish_reason is None:
+            self.stopper.finish(reason)
+        self.output = Output(
+            text=self.stopper.text,
+            token_ids=self.emitted,
+            finish_reason=reason,
+            usage=Usage(self.prompt_length, len(self.emitted)),
+            speculation=self.stats,
+            seed=self.seed,
+            logprobs=self.logprobs,
+            stop_reason=self.stopper.stop_reason,
+            error=error,
+        )
+        if self._streams:
+            self.pieces.append(Piece(self.stopper.take(), [], [], self.index, self.output))
+        return self.output
