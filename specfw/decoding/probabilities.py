@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specfw.decoding.draft import Draft
+from specfw.decoding.draft import Draft, nothing
 from specfw.types import SamplingParams
 
 __all__ = ["NodeLaws", "SamplingBatch", "SamplingState"]
@@ -178,10 +178,7 @@ class SamplingBatch:
         if not len(rows):
             return law
         index = _index(rows, law)
-        ordered, order = law[index].sort(dim=-1, descending=True, stable=True)
-        above = ordered.cumsum(-1) - ordered
-        kept = torch.where(above < self._column(top_p[rows], law), ordered, 0)
-        return law.index_copy(0, index, torch.zeros_like(ordered).scatter_(1, order, kept))
+        return law.index_copy(0, index, _nucleus(law[index], self._column(top_p[rows], law)))
 
     def _keep_min_p(self, law: Tensor, min_p: NDArray[np.float64]) -> Tensor:
         rows = np.flatnonzero(min_p)
@@ -199,6 +196,27 @@ class SamplingBatch:
 
 def _index(rows: NDArray[np.int64], like: Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows, np.int64)).to(like.device)
+
+
+_MOST_LIKELY = 1024
+"""Tokens that are tried first for a nucleus on CPUs, where sorting a whole vocabulary takes long."""
+
+
+def _nucleus(law: Tensor, mass: Tensor) -> Tensor:
+    """`law` [M, V] with zeros outside the smallest set of most likely tokens of at least `mass` [M, 1]."""
+    if law.device.type == "cpu" and law.shape[-1] > _MOST_LIKELY:
+        ordered, order = law.topk(_MOST_LIKELY, -1)
+        enough = ordered.sum(-1, keepdim=True) >= mass
+        kept = _keep_mass(law, ordered, order, mass)
+        if bool(enough.all()):
+            return kept
+        return torch.where(enough, kept, _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass))
+    return _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass)
+
+
+def _keep_mass(law: Tensor, ordered: Tensor, order: Tensor, mass: Tensor) -> Tensor:
+    above = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(law).scatter_(1, order, torch.where(above < mass, ordered, 0))
 
 
 def _one_hot(scores: Tensor) -> Tensor:
@@ -231,7 +249,8 @@ class NodeLaws:
         depth, path = self._draft.history(node, with_path=self._sampling.penalised)
         bad = ~logits.amax(-1).isfinite()
         self.failed_at = torch.where(bad & (self.failed_at < 0), self._draft.start + depth + 1, self.failed_at)
-        logits = torch.where(bad[:, None], 0, logits)
+        if not nothing(bad):
+            logits = torch.where(bad[:, None], 0, logits)
         return self._sampling.laws(self._sampling.scores(logits, self._every, path, depth), self._every)
 
     def raw_logprobs(self, request: int, nodes: Sequence[int]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Benchmarks: the prompts, the runs and the reports."""
