@@ -35,8 +35,13 @@ class KVStore:
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The store of one layer, for `key` and `value` of shape [T, heads, head_dim]."""
         if index not in self.layers:
-            self.layers[index] = tuple(x.new_zeros(self.num_slots, *x.shape[1:]) for x in (key, value))  # type: ignore[assignment]
+            self.layers[index] = (self._allocate(key), self._allocate(value))
         return self.layers[index]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        store = like.new_empty(self.num_slots, *like.shape[1:])
+        store[0] = 0  # what padding reads; every other slot is written before it is read
+        return store
 
     @torch.inference_mode()
     def move(self, source: Tensor, target: Tensor) -> None:

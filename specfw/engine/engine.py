@@ -64,7 +64,7 @@ class StepReport:
     emitted: int
     finished: list[Output]
     seconds: dict[str, float]
-    """Wall time by phase: plan, draft, forward, verify, commit, observe."""
+    """Wall time by phase: plan, draft, forward, verify, commit, observe; `model` is a part of forward."""
 
     @classmethod
     def of(cls, plan: Plan, rounds: Sequence[Round], finished: list[Output], seconds: dict[str, float]) -> StepReport:
@@ -182,7 +182,8 @@ class Engine:
         self._observe(plan, rounds, builder, rows)
         finished = [self._finish(round.request, round.ends, round.error) for round in rounds if round.ends]
         clock.lap("observe")
-        report = StepReport.of(plan, rounds, finished, clock.seconds)
+        seconds = clock.seconds | {"model": self.runner.model_seconds}
+        report = StepReport.of(plan, rounds, finished, seconds)
         for observer in self.observers:
             observer(report)
         return report

@@ -1,11 +1,18 @@
-"""What keeps a model that the packed forward cannot run exactly from running at all."""
+"""What keeps a model that the packed forward cannot run exactly from running at all.
+
+Three nets, each for what the one before lets through: what the config says, how the layers call the
+attention function (`attend` counts), and numbers: the model's own forward against the packed one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from specfw.engine.attention import ATTENTION, register
 from specfw.engine.batching import Segment
@@ -17,13 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_configs", "check_config", "longest_sequence", "probe"]
 
+Ints = NDArray[np.int64]
+
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+_LIST_HINT = "use a model that `specfw models` lists as supported"
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+"""By dtype, in standard deviations of the logits; a real fault is seldom below 1e-2."""
 
 
 def attention_configs(model: Any) -> list[Any]:
     """The distinct configs that modules of the model read their attention function from."""
-    configs = {id(model.config): model.config}
+    configs = {id(config): config for config in _with_parts(model.config)}
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
@@ -31,41 +42,70 @@ def attention_configs(model: Any) -> list[Any]:
     return list(configs.values())
 
 
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config and those nested in it, such as the text and the vision part."""
+    yield config
+    for key in getattr(config, "sub_configs", None) or ():
+        if (part := getattr(config, key, None)) is not None:
+            yield from _with_parts(part)
+
+
 def check_config(model: Any) -> None:
     """Refuse by kind, before any forward.
 
     Raises:
-        UnsupportedModelError: the model has layers whose state cannot be rolled back, or it does not
-            take an attention function.
+        UnsupportedModelError: the model has an encoder, or layers whose state cannot be rolled back,
+            or it does not take an attention function.
     """
-    config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name}: expected a decoder-only model, got an encoder-decoder; use a causal LM")
+        raise UnsupportedModelError(
+            f"{name}: expected a decoder-only model, got an encoder-decoder; use a causal language model"
+        )
+    _check_layers(model, name)
+    if not _takes_attention_functions(model):
+        raise UnsupportedModelError(
+            f"{name}: expected a model that takes transformers' attention functions, got one that computes "
+            f"attention itself; {_LIST_HINT}"
+        )
+
+
+def _check_layers(model: Any, name: str) -> None:
+    config = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if foreign:
-        raise UnsupportedModelError(
-            f"{name}: expected attention layers only, got {', '.join(foreign)}, whose state cannot be rolled back "
-            "after a rejected draft; use a model with full or sliding attention (`specfw models` lists them)"
-        )
+    if not foreign and getattr(model, "_is_stateful", False):  # says that its cache cannot be cropped
+        foreign = [f"the recurrent layers of {config.model_type}"]
+    if not foreign:
+        return
+    fault = "whose state cannot be rolled back after a rejected draft"
+    if all(kind.endswith("_attention") and kind != "linear_attention" for kind in foreign):
+        fault = "which choose their keys in a way that the packed mask does not follow"
+    raise UnsupportedModelError(
+        f"{name}: expected layers of full or sliding attention only, got {', '.join(foreign)}, {fault}; {_LIST_HINT}"
+    )
+
+
+def _takes_attention_functions(model: Any) -> bool:
+    """Whether the model lets its attention function be set; leaves the one it has."""
     register()
-    before = model.config._attn_implementation
+    configs = attention_configs(model)
+    before = [config._attn_implementation_internal for config in configs]
     try:
-        model.set_attn_implementation(ATTENTION)
-        taken = model.config._attn_implementation == ATTENTION
-    except (ValueError, AttributeError):
-        taken = False
+        model.set_attn_implementation(ATTENTION)  # only warns if it cannot
+        return bool(model.config._attn_implementation == ATTENTION)
+    except (ValueError, AttributeError, ImportError):
+        return False
     finally:
-        model.set_attn_implementation(before)
-    if not taken:
-        raise UnsupportedModelError(
-            f"{name}: expected a model that takes transformers' attention functions, got one with its own; "
-            "`specfw models` lists models that work"
-        )
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
 
 
 def longest_sequence(model: Any) -> int:
-    """The longest sequence whose positions do not depend on batch-mates, in tokens."""
+    """The longest sequence whose positions do not depend on batch-mates, in tokens.
+
+    Dynamic and longrope frequencies change for all tokens of a pass once one of them lies beyond the
+    original length, so such models end there.
+    """
     config = model.config.get_text_config(decoder=True)
     longest = int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -78,44 +118,84 @@ def longest_sequence(model: Any) -> int:
     return longest
 
 
+_TREE = np.array([-1, 0, 0, 1])
+"""A root, two children, and one grandchild below the first child."""
+_TREE_PATHS = ([0], [0, 1], [0, 2], [0, 1, 3])
+
+
 def probe(runner: ModelRunner) -> float:
-    """Compare a two-chunk prefill and a small tree with the stock forward on the model itself.
+    """Compare two prefill chunks, a small tree and a batch-mate with the model's own forward.
 
     Returns:
         The worst row's root mean square difference, in standard deviations of the logits.
 
     Raises:
-        UnsupportedModelError: it exceeds what rounding explains for the dtype.
+        UnsupportedModelError: it exceeds what rounding explains for the dtype, or a pass fails.
     """
-    config = runner.model.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None) or 0
-    length = window + 6 if 0 < window <= 64 else 24
-    length = max(8, min(length, runner.max_length - 4))
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, length + 4)
-    parents = np.array([-1, 0, 0, 1])  # a root, two children, one grandchild below the first
-    memory = KVMemory(num_blocks=length // 4 + 3, block_size=4, prefix_cache=False)
-    store = runner.new_store(memory.num_slots)
-    sequence = memory.open(prompt[:length].tolist())
-    rows = []
-    for start, stop in ((0, length // 2), (length // 2, length)):
-        nodes = np.arange(stop - start)
-        with memory.transaction() as transaction:
-            transaction.reserve(sequence, len(nodes))
-            rows.append(runner.run(store, [Segment(sequence, prompt[start:stop], nodes - 1, nodes)]).logits)
-            transaction.commit(sequence, prompt[:stop].tolist(), stop)
-    with memory.transaction() as transaction:
-        transaction.reserve(sequence, 4)
-        rows.append(runner.run(store, [Segment(sequence, prompt[length:], parents, np.arange(4))]).logits)
-    paths = [prompt[:length], *(prompt[:length].tolist() + [prompt[length + i] for i in path] for path in ([0], [0, 1], [0, 2], [0, 1, 3]))]
-    expected = torch.cat(
-        [runner.stock_logits(paths[0])] + [runner.stock_logits(path)[-1:] for path in paths[1:]]
-    )
-    packed = torch.cat(rows)
-    apart = (packed.double() - expected.double()).square().mean(-1).sqrt().max()
-    error = float(apart / expected.double().std().clamp_min(1e-9))
+    name = type(runner.model).__name__
+    random = np.random.default_rng(0)
+    vocab_size = runner.model.config.get_text_config(decoder=True).vocab_size
+    prompt = random.integers(0, vocab_size, _probe_length(runner))
+    tree = random.integers(0, vocab_size, len(_TREE))
+    mate = random.integers(0, vocab_size, 5)
+    expected = _stock_rows(runner, prompt, tree, mate).double()
+    try:
+        packed = _packed_rows(runner, prompt, tree, mate).double()
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name}: expected a forward that takes packed tokens and position_ids, got {type(error).__name__}: "
+            f"{error}; {_LIST_HINT}"
+        ) from error
+    apart = (packed - expected).square().mean(-1).sqrt().max()
+    error = float(apart / expected.std().clamp_min(1e-9))
     if not error <= _TOLERANCE.get(runner.dtype, 0.2):
         raise UnsupportedModelError(
-            f"{type(runner.model).__name__}: expected the packed forward to equal the stock forward, got logits that "
-            f"differ by {error:.2g} standard deviations; use a model that `specfw models` lists as supported"
+            f"{name}: expected the packed forward to equal the model's own, got logits that differ by {error:.2g} "
+            f"standard deviations; {_LIST_HINT}"
         )
     return error
+
+
+def _probe_length(runner: ModelRunner) -> int:
+    """Long enough to leave a small window, short enough for the context and for a quick start."""
+    window = getattr(runner.model.config.get_text_config(decoder=True), "sliding_window", None) or 0
+    length = window + 6 if 0 < window <= 64 else 24
+    return max(8, min(length, runner.max_length - len(_TREE)))
+
+
+def _packed_rows(runner: ModelRunner, prompt: Ints, tree: Ints, mate: Ints) -> Tensor:
+    """Logits of the prompt, run in two chunks, of the tree behind it and of the batch-mate: [R, V]."""
+    memory = KVMemory(num_blocks=len(prompt) // 4 + 5, block_size=4, prefix_cache=False)
+    store = runner.new_store(memory.num_slots)
+    sequence, other = memory.open(prompt.tolist()), memory.open(mate.tolist())
+    half, rows = len(prompt) // 2, []
+    for chunk in (prompt[:half], prompt[half:]):
+        with memory.transaction() as transaction:
+            transaction.reserve(sequence, len(chunk))
+            rows.append(runner.run(store, [_chain(sequence, chunk)]).logits)
+            if not store.layers:
+                raise UnsupportedModelError(
+                    f"{type(runner.model).__name__}: expected layers that call transformers' attention functions, "
+                    f"got none that did; {_LIST_HINT}"
+                )
+            transaction.commit(sequence, prompt.tolist(), sequence.n_kv + len(chunk))
+    with memory.transaction() as transaction:
+        transaction.reserve(sequence, len(tree))
+        transaction.reserve(other, len(mate))
+        segments = [Segment(sequence, tree, _TREE, np.arange(len(tree))), _chain(other, mate)]
+        rows.append(runner.run(store, segments).logits)
+    return torch.cat(rows)
+
+
+def _chain(sequence: Any, tokens: Ints) -> Segment:
+    nodes = np.arange(len(tokens))
+    return Segment(sequence, tokens, nodes - 1, nodes)
+
+
+def _stock_rows(runner: ModelRunner, prompt: Ints, tree: Ints, mate: Ints) -> Tensor:
+    """The same rows by the model's own forward, each tree path a sequence of its own: [R, V]."""
+    paths = [np.concatenate([prompt, tree[path]]) for path in _TREE_PATHS]
+    rows = [runner.stock_logits(prompt), *(runner.stock_logits(path)[-1:] for path in paths)]
+    return torch.cat([*rows, runner.stock_logits(mate)])

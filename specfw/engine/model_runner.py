@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,11 @@ class ModelRunner:
         self._configs = guards.attention_configs(model)
         self._keeps_logits = bool(model._supports_logits_to_keep())
         self._linears = PackedLinears.of(model, prepack)
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.model_seconds = 0.0
+        """Wall time of the last pass inside the model."""
+        self.bytes_per_token = 0
+        """KV bytes of one token over all layers; known after the probe."""
         self.probe_error = guards.probe(self) if check else float("nan")
 
     def new_store(self, num_slots: int) -> KVStore:
@@ -85,6 +91,7 @@ class ModelRunner:
             extra["output_hidden_states"] = list(hidden)
         if self._keeps_logits:
             extra["logits_to_keep"] = batch.scored
+        began = time.perf_counter()
         with self._attached(step), self._linears.active():
             output = self.model(
                 input_ids=batch.input_ids,
@@ -93,6 +100,7 @@ class ModelRunner:
                 specfw_step=step,
                 **extra,
             )
+        self.model_seconds = time.perf_counter() - began
         logits = output.logits[0]
         return Rows(
             logits=logits if self._keeps_logits else logits.index_select(0, batch.scored),

@@ -1,0 +1,1 @@
+"""The command line; `specfw.cli.main` is its entry."""

@@ -1,0 +1,47 @@
+"""`specfw bench`: measurements, each on the demo model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specfw.cli.options import JsonOutput, print_json
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed on the demo model.")
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed on the demo model."""
+
+
+@app.command("engine")
+def engine(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 5,
+    prompts: Annotated[Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    as_json: JsonOutput = False,
+) -> None:
+    """Plain decoding of this engine against transformers, at batch 1 and 16."""
+    from specfw.bench.engine import bench_engine
+
+    console = Console(stderr=True)
+    with console.status("loading") as status:
+        result = bench_engine(tokens, rounds, prompts, dtype, status.update).mapping()
+    if as_json:
+        print_json(result)
+        return
+    table = Table("contender", "tokens/s")
+    for name, speed in result["tokens_per_second"].items():
+        table.add_row(name, f"{speed:.1f}")
+    Console().print(table)
+    for name, ratio in result["ratio"].items():
+        print(f"{name}: {ratio:.2f}x")
+    print(f"engine work outside the model at batch 1: {result['overhead_share']['batch1']:.1%} of a step")

@@ -1,0 +1,47 @@
+"""The `specfw` command: its application, and how errors end it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from specfw.cli import bench, certify, config, demo, generate, models, plugins
+from specfw.errors import SpecfwError
+from specfw.plugins import PluginManager
+from specfw.version import __version__
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="specfw",
+    help="Speculative decoding that never changes the target model's law.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for module in (generate, demo, plugins, models, certify, config):
+    app.command(module.NAME)(module.command)
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def run() -> None:
+    """Run the command line; a user's error is one sentence on stderr and exit code 2."""
+    PluginManager().add_commands(app)
+    try:
+        app()
+    except SpecfwError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run()

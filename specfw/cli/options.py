@@ -1,0 +1,90 @@
+"""Options that several commands share, and how they become a config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specfw.config import PipelineConfig, apply_overrides, load_config
+from specfw.plugins import PluginManager
+from specfw.types import Output
+
+__all__ = [
+    "ConfigFile",
+    "Drafter",
+    "Dtype",
+    "JsonOutput",
+    "Overrides",
+    "Schedulers",
+    "Target",
+    "Verifier",
+    "output_mapping",
+    "print_json",
+    "read_config",
+]
+
+_PIPELINE = "Pipeline"
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("-c", "--config", help="Config file (.yaml, .json, .toml).", rich_help_panel=_PIPELINE),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Set one key, as in drafter.k=5; may be repeated.", rich_help_panel=_PIPELINE),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(help="`demo`, a local folder, a hub id, or an expression.", rich_help_panel=_PIPELINE),
+]
+Drafter = Annotated[
+    str | None, typer.Option(help="A name or an expression, as in 'ngram(max_nodes=7)'.", rich_help_panel=_PIPELINE)
+]
+Verifier = Annotated[str | None, typer.Option(help="A name or an expression.", rich_help_panel=_PIPELINE)]
+Schedulers = Annotated[
+    list[str] | None,
+    typer.Option("--scheduler", help="A name or an expression; may be repeated.", rich_help_panel=_PIPELINE),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=_PIPELINE),
+]
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
+
+
+def read_config(
+    file: Path | None,
+    overrides: list[str] | None,
+    *,
+    manager: PluginManager | None = None,
+    default_target: str | None = None,
+    **given: Any,
+) -> PipelineConfig:
+    """The config file, then the options that were given, then every `--set`.
+
+    Raises:
+        ConfigError: any of them is wrong.
+    """
+    settings: dict[str, Any] = load_config(file) if file else {}
+    settings |= {key: value for key, value in given.items() if value is not None}
+    if default_target is not None:
+        settings.setdefault("target", default_target)
+    return PipelineConfig(**apply_overrides(settings, overrides or [], manager or PluginManager()))
+
+
+def output_mapping(output: Output) -> dict[str, Any]:
+    """An output with the stable keys of `specfw generate --json`."""
+    speculation = asdict(output.speculation)
+    speculation["acceptance_rate"] = output.speculation.acceptance_rate
+    speculation["acceptance_length"] = output.speculation.acceptance_length
+    return {**asdict(output), "speculation": speculation}
+
+
+def print_json(value: Mapping[str, Any] | list[Any]) -> None:
+    """Print one JSON document on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,200 @@
+"""Two laws of what a request emits: by the definition, and by everything an engine can do.
+
+The first is plain sequential decoding in numpy, written apart from the framework's own code. The second
+enumerates every run of an engine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specfw.decoding.random import RandomSource
+from specfw.engine.engine import Engine
+from specfw.engine.requests import Request
+from specfw.testing.enumeration import enumerate_runs
+from specfw.types import SamplingParams
+
+__all__ = ["Emission", "Enumerated", "Law", "next_token_law", "output_law", "target_law", "total_variation"]
+
+Vector = NDArray[np.float64]
+
+
+class Emission(NamedTuple):
+    """What a request emits, and why it ends."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+
+
+Law = Mapping[Emission, float]
+"""Probabilities of emissions; those left out have probability zero."""
+
+
+class LanguageModel(Protocol):
+    """Whatever has a law for the token after a prefix (`TableLM` has)."""
+
+    def law(self, prefix: Sequence[int]) -> Vector: ...
+
+
+def target_law(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    horizon: int,
+    params: SamplingParams,
+    eos_ids: Iterable[int] = (),
+    text_of: Callable[[Sequence[int]], str] | None = None,
+) -> dict[Emission, float]:
+    """The law of plain sequential decoding.
+
+    Args:
+        model: gives the law before any setting.
+        prompt: token ids.
+        horizon: the request ends after this many tokens (or `params.max_new_tokens`, if fewer).
+        params: the request's settings.
+        eos_ids: tokens that end it unless `params.ignore_eos`.
+        text_of: the text of emitted tokens, needed for stop strings.
+    """
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    last = min(horizon, params.max_new_tokens)
+    law: dict[Emission, float] = defaultdict(float)
+
+    def go_on(emitted: tuple[int, ...], weight: float) -> None:
+        step = next_token_law(model.law([*prompt, *emitted]), prompt, emitted, params, stop_ids)
+        for token in np.flatnonzero(step).tolist():
+            longer = (*emitted, token)
+            if reason := _ends(longer, params, stop_ids, last, text_of):
+                law[Emission(longer, reason)] += weight * float(step[token])
+            else:
+                go_on(longer, weight * float(step[token]))
+
+    go_on((), 1.0)
+    return dict(law)
+
+
+def next_token_law(
+    law: Vector, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams, stop_ids: Iterable[int]
+) -> Vector:
+    """The law of one token under the settings, in their documented order: [V] -> [V]."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(law)
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    for token in range(len(logits)):
+        count = list(emitted).count(token)
+        if count or token in prompt:
+            logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+        if count:
+            logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    if len(emitted) < params.min_new_tokens:
+        logits[list(stop_ids)] = -np.inf
+    if params.temperature == 0:
+        return _one_hot(logits)
+    return _filter(logits / params.temperature, params)
+
+
+def _one_hot(logits: Vector) -> Vector:
+    law = np.zeros_like(logits)
+    law[int(np.argmax(logits))] = 1.0
+    return law
+
+
+def _filter(logits: Vector, params: SamplingParams) -> Vector:
+    """Top-k (ties with the k-th stay), then top-p, then min-p of softmax(logits)."""
+    if params.top_k is not None and params.top_k < len(logits):
+        kth = np.sort(logits)[-params.top_k]
+        logits = np.where(logits >= kth, logits, -np.inf)
+    law = np.exp(logits - logits.max())
+    law /= law.sum()
+    if params.top_p is not None and params.top_p < 1:
+        kept, mass = np.zeros(len(law), np.bool_), 0.0
+        for token in np.argsort(-law, kind="stable"):  # until the mass is reached
+            kept[token] = mass < params.top_p
+            mass += law[token]
+        law = np.where(kept, law, 0.0)
+    if params.min_p:
+        law = np.where(law >= params.min_p * law.max(), law, 0.0)
+    return law / law.sum()
+
+
+def _ends(
+    emitted: tuple[int, ...],
+    params: SamplingParams,
+    stop_ids: set[int],
+    last: int,
+    text_of: Callable[[Sequence[int]], str] | None,
+) -> str | None:
+    """Why a request ends with its last token, if it does."""
+    if emitted[-1] in stop_ids and len(emitted) > params.min_new_tokens:
+        return "stop"
+    if text_of and len(emitted) >= params.min_new_tokens:
+        before, now = text_of(emitted[:-1]), text_of(emitted)
+        if any(now.count(stop) > before.count(stop) for stop in params.stop):
+            return "stop"
+    return "length" if len(emitted) == last else None
+
+
+@dataclass(slots=True)
+class Enumerated:
+    """The law of an engine's output, and what it took to know it."""
+
+    law: dict[Emission, float]
+    leaves: int
+    """Runs."""
+    prefixes: set[tuple[int, ...]]
+    """The committed tokens with which a step of the watched request began."""
+    preemptions: int
+    hit_tokens: int
+    """Tokens found in the prefix cache."""
+    drafted: int
+    """Draft tokens of the watched request, over all runs."""
+    accepted: int
+
+
+def output_law(
+    build: Callable[[RandomSource], tuple[Engine, Sequence[Request]]],
+    watch: int | None = None,
+    index: int = 0,
+    max_steps: int = 100,
+) -> Enumerated:
+    """The law of what one request of an engine emits, over every outcome of every draw.
+
+    Args:
+        build: makes an engine with its requests queued, all anew.
+        watch: enumerate only the draws of the request with this seed; None enumerates all.
+        index: which of the requests.
+        max_steps: a run with more is a fault.
+    """
+    seen = Enumerated({}, 0, set(), 0, 0, 0, 0)
+
+    def run(source: RandomSource) -> Emission:
+        engine, requests = build(source)
+        request = requests[index]
+        for _ in range(max_steps):
+            if request.output is not None:
+                break
+            seen.prefixes.add(tuple(request.tokens))
+            seen.preemptions += engine.step().preempted
+            engine.memory.check()
+        output = request.output
+        seen.hit_tokens += engine.memory.hit_tokens
+        seen.drafted += request.stats.drafted
+        seen.accepted += request.stats.accepted
+        if output is None:
+            return Emission(tuple(request.emitted), f"no end within {max_steps} steps")
+        return Emission(tuple(output.token_ids), output.error or output.finish_reason)
+
+    for weight, emission in enumerate_runs(run, watch):
+        seen.leaves += 1
+        seen.law[emission] = seen.law.get(emission, 0.0) + weight
+    return seen
+
+
+def total_variation(a: Law, b: Law) -> float:
+    """Half the sum of the absolute differences, from 0 to 1."""
+    return 0.5 * sum(abs(a.get(outcome, 0.0) - b.get(outcome, 0.0)) for outcome in {*a, *b})

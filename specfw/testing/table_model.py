@@ -1,0 +1,227 @@
+"""A causal language model whose law is a hash of what its attention really read.
+
+It runs like any transformers model, packed or not, in float64. A wrong mask, position or tree, a stale
+or a foreign key-value row changes which (position, token) pairs are read, and so changes the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["LawKind", "TableConfig", "TableLM", "TableTokenizer"]
+
+LawKind = Literal["dense", "sparse", "one_hot"]
+
+_RESOLUTION = 1024
+"""Shares of the attention are counted in this fraction of one key, so that one more key shows."""
+_ZEROS = 0.4
+"""How often a token is impossible in a sparse law."""
+
+
+class TableConfig(PretrainedConfig):
+    """The size of a `TableLM`."""
+
+    model_type = "specfw_table"
+
+    def __init__(self, vocab_size: int = 3, max_position_embeddings: int = 24, **kwargs: Any) -> None:
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        self.num_hidden_layers = 1
+        self.hidden_size = vocab_size * max_position_embeddings
+        super().__init__(**kwargs)
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over one whole sequence: [B, H, T, D] -> [B, T, H, Dv]."""
+    scores = query @ key.transpose(2, 3) * scaling
+    hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2), None
+
+
+class TableAttention(nn.Module):
+    """One head that looks at every visible key alike."""
+
+    def __init__(self, config: TableConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = True
+
+    def forward(self, value: Tensor, **kwargs: Any) -> Tensor:
+        """The mean of the visible values: [B, T, H] -> [B, T, H]."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
+        alike = value.new_zeros(*value.shape[:2], 1)[:, None]  # [B, 1, T, 1], queries and keys
+        mean, _ = attention(self, alike, alike, value[:, None], None, scaling=1.0, **kwargs)
+        return mean.reshape(value.shape)
+
+
+class TableLM(PreTrainedModel, GenerationMixin):
+    """Random laws, one for each context, that only exact attention finds again.
+
+    Hidden states are (position, token) vectors, [B, T, max_positions * vocab_size]: one-hot as
+    embeddings (layer 0), and the mean over what was attended to after the only layer (layer 1).
+    """
+
+    config_class = TableConfig
+    _supports_attention_backend = True
+    _supports_sdpa = False
+
+    def __init__(
+        self,
+        vocab_size: int = 3,
+        seed: int = 0,
+        kind: LawKind = "dense",
+        sharpness: float = 1.0,
+        mix: tuple[TableLM, float] | None = None,
+        avoid: TableLM | None = None,
+        max_positions: int = 24,
+    ) -> None:
+        """Make a model.
+
+        Args:
+            vocab_size: tokens.
+            seed: names the table; equal arguments give equal models.
+            kind: `dense` laws reach every token, `sparse` ones have zeros, `one_hot` ones are sure.
+            sharpness: standard deviation of the logits.
+            mix: another model and its weight: the law is the other's with this weight, else its own.
+            avoid: another model whose tokens have probability zero here, wherever it leaves others.
+            max_positions: longest sequence.
+        """
+        config = TableConfig(vocab_size, max_positions)
+        config._attn_implementation = "eager"
+        super().__init__(config)
+        self.seed, self.kind, self.sharpness = seed, kind, sharpness
+        self._mix, self._avoid = mix, avoid
+        self._laws: dict[int, NDArray[np.float64]] = {}
+        weights = np.random.default_rng(vocab_size * 1000 + max_positions).integers(
+            -(2**62), 2**62, config.hidden_size + 1
+        )
+        self._weights: NDArray[np.int64] = weights
+        self.embed = nn.Embedding(vocab_size, config.hidden_size, dtype=torch.float64)
+        self.embed.weight.data.copy_(torch.eye(vocab_size).repeat(1, max_positions))
+        self.head = nn.Linear(config.hidden_size, vocab_size, bias=False, dtype=torch.float64)
+        self.head.weight.data.copy_(self.embed.weight)
+        self.attention = TableAttention(config, 0)
+        self.requires_grad_(False)
+        self.eval()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        """A head for drafters that borrow one; the laws do not come from it."""
+        return self.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the rows asked for: float64 [B, R, V].
+
+        Args:
+            input_ids: int64 [B, T].
+            position_ids: int64 [B, T]; 0 .. T-1 unless given.
+            logits_to_keep: rows of T, int64 [R], or how many of the last; 0 is all.
+            output_hidden_states: truthy returns both layers.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        width = self.config.vocab_size
+        place = torch.arange(self.config.hidden_size, device=input_ids.device) // width
+        value = self.embed(input_ids) * (place == position_ids[..., None])
+        mean = self.attention(value, **kwargs)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self._logits(mean[:, keep], position_ids[:, keep])
+        hidden = (value, mean) if output_hidden_states else None
+        return CausalLMOutputWithPast(logits=logits, hidden_states=hidden)
+
+    def law(self, prefix: Sequence[int]) -> NDArray[np.float64]:
+        """The law of the token after `prefix`, float64 [V], from the tokens themselves."""
+        counts = np.zeros(self.config.hidden_size, np.int64)
+        for position, token in enumerate(prefix):
+            counts[position * self.config.vocab_size + token] = _RESOLUTION
+        with np.errstate(over="ignore"):
+            key = int((counts * self._weights[1:]).sum() + self._weights[0] * np.int64(len(prefix) - 1))
+        return self._law(key)
+
+    def _logits(self, mean: Tensor, position: Tensor) -> Tensor:
+        """Logarithms of the laws of what was attended to, [B, R, H] -> [B, R, V]."""
+        weights = torch.from_numpy(self._weights).to(mean.device)
+        counts = (mean * (position + 1)[..., None] * _RESOLUTION).round().long()
+        keys = (counts * weights[1:]).sum(-1) + weights[0] * position
+        laws = np.array([self._law(key) for key in keys.reshape(-1).tolist()])
+        rows = torch.from_numpy(laws.reshape(-1, self.config.vocab_size)).to(mean.device)
+        return rows.log().view(*keys.shape, -1)
+
+    def _law(self, key: int) -> NDArray[np.float64]:
+        """The table's row for a context, made when it is first asked for."""
+        if key not in self._laws:
+            law = self._own_law(key)
+            if self._avoid is not None and (free := self._avoid._law(key) == 0).any():
+                law = np.where(free, law + 1e-3, 0)
+            if self._mix is not None:
+                other, weight = self._mix
+                law = weight * other._law(key) + (1 - weight) * law
+            self._laws[key] = law / law.sum()
+        return self._laws[key]
+
+    def _own_law(self, key: int) -> NDArray[np.float64]:
+        random = np.random.default_rng([self.seed, key % 2**64])
+        size = self.config.vocab_size
+        law: NDArray[np.float64] = np.exp(self.sharpness * random.standard_normal(size))
+        sure = int(random.integers(size))
+        if self.kind == "one_hot":
+            law = np.zeros(size)
+            law[sure] = 1.0
+        elif self.kind == "sparse":
+            zero = random.random(size) < _ZEROS
+            zero[sure] = False
+            law = np.where(zero, 0.0, law)
+        return law
+
+
+class TableTokenizer:
+    """Token i is the letter at place i of the alphabet."""
+
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012  (nobody writes it)
+    eos_token_id: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {self.convert_ids_to_tokens(token): token for token in range(self.vocab_size)}
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return chr(ord("a") + ids)
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        return "".join(self.convert_ids_to_tokens(token) for token in token_ids)
