@@ -27,7 +27,15 @@ _HOME = {
     "SpeculationParams": "specfw.types",
 }
 
-__all__ = ["Output", "Piece", "Pipeline", "PipelineConfig", "SamplingParams", "SpeculationParams", "__version__"]
+__all__ = [
+    "Output",
+    "Piece",
+    "Pipeline",
+    "PipelineConfig",
+    "SamplingParams",
+    "SpeculationParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from specfw.types import Guarantee, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from specfw.decoding.builder import DraftBuilder
     from specfw.decoding.draft import Draft
@@ -29,6 +31,7 @@ __all__ = [
     "Feedback",
     "LoadedTarget",
     "Outcome",
+    "RankedRows",
     "RequestView",
     "Requirements",
     "Scheduler",
@@ -93,6 +96,20 @@ class Requirements:
 
     hidden_layers: tuple[int, ...] = ()
     """Indices into transformers' `hidden_states` (0 is the embedding output)."""
+    top_k: int = 0
+    """How many of the target's most likely tokens to hand over after every scored node; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRows:
+    """The target's most likely tokens after each node of one request's draft, kept or not."""
+
+    tokens: NDArray[np.int64]
+    """What each node carries, [N]; node 0 is the root."""
+    parents: NDArray[np.int64]
+    """Each node's parent, [N]; -1 at the root."""
+    top: NDArray[np.int64]
+    """Token ids after each node, best first, [N, top_k], by the target's raw logits."""
 
 
 @dataclass(slots=True)
@@ -108,6 +125,8 @@ class Feedback:
     """Draft nodes per request."""
     hidden: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     """Per asked-for layer and request, float [rows, H]: the context rows of this pass, the root, the kept nodes."""
+    ranked: Sequence[RankedRows] = ()
+    """Per request, if the drafter requires `top_k`."""
 
 
 class Drafter(ABC):

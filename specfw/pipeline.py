@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specfw.config import PipelineConfig, load_config
 from specfw.contracts import LoadedTarget, TargetInfo
-from specfw.errors import CapacityError, ConfigError
+from specfw.errors import CapacityError, ConfigError, ContractError
 from specfw.plugins import PluginManager
 from specfw.types import Output, Piece, SamplingParams
 
@@ -39,11 +42,16 @@ class Pipeline:
         bound = config.bind(self.plugins)
         self.target: LoadedTarget = bound.target.build().load()
         self.engine = _build_engine(config, self.target, bound)
-        self._lock = threading.RLock()
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._thread = threading.local()
+        self._abandoned: deque[Request] = deque()
+        self._closed = False
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any] | PipelineConfig | str | os.PathLike[str], plugins: Iterable[object] = ()
+        cls,
+        config: Mapping[str, Any] | PipelineConfig | str | os.PathLike[str],
+        plugins: Iterable[object] = (),
     ) -> Pipeline:
         """Build a pipeline from a mapping, a `PipelineConfig` or a config file.
 
@@ -57,7 +65,14 @@ class Pipeline:
         """
         if isinstance(config, (str, os.PathLike)):
             config = load_config(config)
-        return cls(config if isinstance(config, PipelineConfig) else PipelineConfig(**config), plugins)
+        if isinstance(config, Mapping):
+            config = PipelineConfig(**config)
+        if not isinstance(config, PipelineConfig):
+            raise ConfigError(
+                "config: expected a mapping, a PipelineConfig or the path of a config file, "
+                f"got {config!r}; pass one of these"
+            )
+        return cls(config, plugins)
 
     @property
     def tokenizer(self) -> Any:
@@ -84,14 +99,15 @@ class Pipeline:
             ConfigError: a prompt or setting is wrong.
             CapacityError: a prompt does not fit.
         """
-        with self._submitted(prompts, params, settings) as requests, _progress(progress, len(requests)) as advance:
-            done = 0
-            while unfinished := [r for r in requests if r.output is None]:
-                advance(len(requests) - len(unfinished) - done)
-                done = len(requests) - len(unfinished)
+        with (
+            self._submitted(prompts, params, settings) as requests,
+            _progress(progress, len(requests)) as show,
+        ):
+            while unfinished := _unfinished(requests):
+                show(len(requests) - unfinished)
                 self._step()
-            advance(len(requests) - done)
-            return [request.output for request in requests if request.output is not None]
+            show(len(requests))
+        return _outputs(requests)
 
     def stream(
         self,
@@ -106,11 +122,9 @@ class Pipeline:
         """
         with self._submitted(prompts, params, settings, streams=True) as requests:
             while True:
-                finished = all(request.output is not None for request in requests)
-                for request in requests:
-                    while request.pieces:
-                        yield request.pieces.popleft()
-                if finished:
+                unfinished = _unfinished(requests)  # counted first, so that no last piece is missed
+                yield from _take_pieces(requests)
+                if not unfinished:
                     return
                 self._step()
 
@@ -122,9 +136,9 @@ class Pipeline:
     ) -> list[Output]:
         """`generate` for asyncio: steps run in a worker thread."""
         with self._submitted(prompts, params, settings) as requests:
-            while any(request.output is None for request in requests):
+            while _unfinished(requests):
                 await asyncio.to_thread(self._step)
-            return [request.output for request in requests if request.output is not None]
+        return _outputs(requests)
 
     async def astream(
         self,
@@ -135,11 +149,10 @@ class Pipeline:
         """`stream` for asyncio."""
         with self._submitted(prompts, params, settings, streams=True) as requests:
             while True:
-                finished = all(request.output is not None for request in requests)
-                for request in requests:
-                    while request.pieces:
-                        yield request.pieces.popleft()
-                if finished:
+                unfinished = _unfinished(requests)  # counted first, so that no last piece is missed
+                for piece in _take_pieces(requests):
+                    yield piece
+                if not unfinished:
                     return
                 await asyncio.to_thread(self._step)
 
@@ -147,25 +160,33 @@ class Pipeline:
         """The token ids of a prompt; chat messages go through the tokenizer's template.
 
         Raises:
-            ConfigError: there is no tokenizer or template for this kind of prompt.
+            ConfigError: it is none of the kinds of prompts, or there is no tokenizer or template for it.
         """
         if isinstance(prompt, str):
             return [int(token) for token in self._need_tokenizer("text")(prompt)["input_ids"]]
+        if not _is_list(prompt):
+            raise ConfigError(
+                _PROMPT_KINDS.format("prompt", f"an object of type {type(prompt).__name__}")
+            )
         if len(prompt) and isinstance(prompt[0], Mapping):
-            tokenizer = self._need_tokenizer("chat messages")
-            if getattr(tokenizer, "chat_template", None) is None:
-                raise ConfigError("prompt: expected a tokenizer with a chat template, got one without; pass text")
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-            return [int(token) for token in ids]
-        if not all(isinstance(token, int) for token in prompt):
-            raise ConfigError(f"prompt: expected text, token ids or chat messages, got {type(prompt[0]).__name__} items")
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+            return self._encode_chat(prompt)
+        ids: list[int] = []
+        for token in prompt:
+            if not isinstance(token, Integral):
+                raise ConfigError(
+                    _PROMPT_KINDS.format("prompt", f"a list with a {type(token).__name__} in it")
+                )
+            ids.append(int(token))
+        return ids
 
     def close(self) -> None:
-        """Cancel what runs and release the drafter."""
-        with self._lock:
-            for request in [*self.engine.planner.running, *self.engine.planner.waiting]:
-                self.engine.cancel(request)
+        """Cancel what runs and release the drafter; the pipeline takes no more prompts."""
+        with self._engine_to_itself():
+            if self._closed:
+                return
+            self._closed = True
+            self._abandoned.extend([*self.engine.planner.running, *self.engine.planner.waiting])
+            self._cancel_abandoned()
             self.engine.drafter.close()
 
     def __enter__(self) -> Pipeline:
@@ -184,23 +205,67 @@ class Pipeline:
     ) -> Iterator[list[Request]]:
         """Queue requests; on leaving, whatever is unfinished is cancelled."""
         each = _as_prompts(prompts)
-        several = [params] * len(each) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(several) != len(each):
-            raise ConfigError(f"generate: expected one params for each of {len(each)} prompts, got {len(several)}")
+        sampling = [
+            _merge(own, settings) for own in _as_params(params, len(each), self.config.sampling)
+        ]
         requests: list[Request] = []
         try:
-            with self._lock:
-                for index, (prompt, own) in enumerate(zip(each, several, strict=True)):
-                    sampling = _merge(own or self.config.sampling, settings)
-                    requests.append(self.engine.add(self.encode(prompt), sampling, index=index, streams=streams))
+            tokens = [self.encode(prompt) for prompt in each]
+            with self._engine_to_itself():
+                if self._closed:
+                    raise ConfigError(
+                        "pipeline: expected an open pipeline, got one that was closed; build another"
+                    )
+                for index, (own, asked) in enumerate(zip(tokens, sampling, strict=True)):
+                    requests.append(self.engine.add(own, asked, index=index, streams=streams))
             yield requests
         finally:
-            with self._lock:
-                for request in requests:
-                    self.engine.cancel(request)
+            self._abandoned.extend(requests)
+            # A forgotten stream may be collected amid this thread's own step, which then cancels.
+            if requests and not self._has_engine:
+                with self._engine_to_itself():
+                    pass
+
+    @property
+    def _has_engine(self) -> bool:
+        """Whether this thread has the engine, or waits for it."""
+        return getattr(self._thread, "has_engine", False)
+
+    @contextmanager
+    def _engine_to_itself(self) -> Iterator[None]:
+        """Let one thread at a time use the engine; on leaving, abandoned requests are cancelled.
+
+        Whoever waits holds the turn, so a thread that steps in a loop cannot keep others out.
+        """
+        if self._has_engine:
+            raise ContractError(
+                "pipeline: expected no call from within its own step, got one, probably from a hook; "
+                "make it from another thread"
+            )
+        self._thread.has_engine = True
+        try:
+            with self._turn:
+                self._lock.acquire()
+            try:
+                yield
+                self._cancel_abandoned()
+            finally:
+                self._lock.release()
+        finally:
+            self._thread.has_engine = False
+
+    def _cancel_abandoned(self) -> None:
+        cancelled = []
+        while self._abandoned:
+            request = self._abandoned.popleft()
+            if request.output is None:
+                self.engine.cancel(request)
+                cancelled.append(request)
+        for output in _outputs(cancelled):
+            self.plugins.hook.specfw_request_finished(output=output)
 
     def _step(self) -> None:
-        with self._lock:
+        with self._engine_to_itself():
             if self.engine.has_work:
                 self._tell(self.engine.step())
 
@@ -209,17 +274,84 @@ class Pipeline:
         for output in report.finished:
             self.plugins.hook.specfw_request_finished(output=output)
 
+    def _encode_chat(self, messages: Any) -> list[int]:
+        tokenizer = self._need_tokenizer("chat messages")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"prompt: expected a tokenizer with a chat template, but that of target "
+                f"{self.target.name!r} has none; pass text"
+            )
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ConfigError(
+                    f"prompt: expected chat messages with 'role' and 'content', got {message!r}; "
+                    "give both"
+                )
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        except Exception as error:  # a template is a program of its own
+            raise ConfigError(
+                f"prompt: the chat template of target {self.target.name!r} refuses these messages "
+                f"({error}); change their roles or order"
+            ) from error
+        return [int(token) for token in ids]
+
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
-            raise ConfigError(f"prompt: expected token ids, for target {self.target.name!r} has no tokenizer, got {what}")
+            raise ConfigError(
+                f"prompt: expected token ids, for target {self.target.name!r} has no tokenizer, "
+                f"got {what}; encode it first"
+            )
         return self.tokenizer
+
+
+_HOST_MEMORY_ELSEWHERE = 8 << 30
+"""Bytes that are taken for free on hosts that do not say."""
+
+_PROMPT_KINDS = (
+    "{}: expected text, token ids or chat messages, got {}; "
+    "pass ids as a list of integers, and a message within a list"
+)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, Mapping))):
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        raise ConfigError(
+            _PROMPT_KINDS.format("prompts", f"an object of type {type(prompts).__name__}")
+        )
+    if len(prompts) and isinstance(prompts[0], (Integral, Mapping)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams | None] | None,
+    count: int,
+    default: SamplingParams,
+) -> list[SamplingParams]:
+    """One params for each of `count` prompts."""
+    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * count
+    for own in each:
+        if own is not None and not isinstance(own, SamplingParams):
+            raise ConfigError(
+                f"params: expected SamplingParams, or a list of them, got {own!r}; "
+                "pass SamplingParams(...), or single settings by name"
+            )
+    if len(each) != count:
+        raise ConfigError(
+            f"params: expected one for each of {count} prompts, got {len(each)}; "
+            "pass as many, or one for all"
+        )
+    return [default if own is None else own for own in each]
 
 
 def _merge(params: SamplingParams, settings: Mapping[str, Any]) -> SamplingParams:
@@ -227,9 +359,23 @@ def _merge(params: SamplingParams, settings: Mapping[str, Any]) -> SamplingParam
     return SamplingParams(**{**params.model_dump(), **settings}) if settings else params
 
 
+def _unfinished(requests: Sequence[Request]) -> int:
+    return sum(request.output is None for request in requests)
+
+
+def _outputs(requests: Sequence[Request]) -> list[Output]:
+    return [request.output for request in requests if request.output is not None]
+
+
+def _take_pieces(requests: Sequence[Request]) -> Iterator[Piece]:
+    for request in requests:
+        while request.pieces:
+            yield request.pieces.popleft()
+
+
 @contextmanager
 def _progress(wanted: bool | None, total: int) -> Iterator[Any]:
-    """A progress bar over requests: yields a function that is told how many more are done."""
+    """A progress bar over requests: yields a function that is told how many are done."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -237,9 +383,9 @@ def _progress(wanted: bool | None, total: int) -> Iterator[Any]:
     if wanted is False or (wanted is None and (total < 8 or not console.is_terminal)):
         yield lambda count: None
         return
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=console.is_terminal) as bar:
         task = bar.add_task("decoding", total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda count: bar.update(task, completed=count)
 
 
 def _build_engine(config: PipelineConfig, target: LoadedTarget, bound: Any) -> Engine:
@@ -281,7 +427,11 @@ def _describe(target: LoadedTarget, runner: ModelRunner, longest: int) -> Target
 
 def _eos_token_ids(target: LoadedTarget) -> tuple[int, ...]:
     """The ids that end a text: the generation config's, else the model config's, else the tokenizer's."""
-    for source in (getattr(target.model, "generation_config", None), target.model.config, target.tokenizer):
+    for source in (
+        getattr(target.model, "generation_config", None),
+        target.model.config,
+        target.tokenizer,
+    ):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return tuple(int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids]))
@@ -290,12 +440,7 @@ def _eos_token_ids(target: LoadedTarget) -> tuple[int, ...]:
 
 def _kv_tokens(runner: ModelRunner, wanted: int) -> int:
     """KV capacity in tokens: what all requests could use, but at most a share of the free memory."""
-    if runner.device.type == "cuda":
-        import torch
-
-        budget = int(torch.cuda.mem_get_info(runner.device)[0] * 0.8)
-    else:
-        budget = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    budget = _free_memory(runner)
     tokens = min(wanted, budget // max(1, runner.bytes_per_token))
     if tokens < 1:
         raise CapacityError(
@@ -303,3 +448,17 @@ def _kv_tokens(runner: ModelRunner, wanted: int) -> int:
             f"got {budget} bytes; free some, or set engine.kv_tokens"
         )
     return tokens
+
+
+def _free_memory(runner: ModelRunner) -> int:
+    """Bytes that may be used: most of what a GPU has free, a quarter of what the host has."""
+    if runner.device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(runner.device)[0] * 0.8)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024 // 4
+    except (OSError, StopIteration):  # not Linux
+        return _HOST_MEMORY_ELSEWHERE // 4

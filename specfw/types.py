@@ -43,7 +43,8 @@ def explain_validation_error(who: str, error: ValidationError, accepted: Sequenc
             parts.append(f"unknown option {key!r}{hint} (accepted: {', '.join(sorted(accepted))})")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{key}: {message} (got {item.get('input')!r})")
+            whole = not item["loc"]  # about several keys, whose message says what they were
+            parts.append(message if whole else f"{key}: {message} (got {item.get('input')!r})")
     return f"{who}: " + "; ".join(parts)
 
 

@@ -70,7 +70,7 @@ def bench_engine(
         ]
         prompts = (prompts * 16)[:: max(1, len(prompts) // 16)][:16]
         pad = pipeline.engine.info.eos_token_ids[0]
-        settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=pad)
+        settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=model.config.vocab_size, pad_token_id=pad)
         pages = ContinuousBatchingConfig(page_size=64, num_blocks=16 * (200 + tokens) // 64 + 16)
 
         def ours(batch: Sequence[list[int]]) -> int:

@@ -65,7 +65,7 @@ def command(
     """Decode one or more prompts."""
     from specfw.pipeline import Pipeline
 
-    settings = {
+    settings: dict[str, Any] = {
         key: value
         for key, value in {
             "max_new_tokens": max_new_tokens,

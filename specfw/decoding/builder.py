@@ -6,7 +6,8 @@ a law, so losslessness does not depend on drafters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ class DraftBuilder:
     """Grows the draft trees of B requests.
 
     A node is named by a handle, an integer that is good for this step only; -1 is no node. Handles
-    that a verb returns are in draw order.
+    that a verb returns are in draw order. Several builders can grow the same trees (`limited`).
     """
 
     def __init__(
@@ -73,29 +74,75 @@ class DraftBuilder:
         self._token = root.new_zeros(shape)
         self._token[:, 0] = root
         self._laws: list[Tensor] = []
-        self._law_rows = 0
         self._drafter_index = -1
+        self._above: DraftBuilder | None = None  # whose limits hold too
+        self._roots = np.arange(len(self.limits), dtype=np.int64) * self._capacity
+        self._spent = np.zeros(len(self.limits), np.int64)
         self.non_finite = torch.zeros_like(root, dtype=torch.bool)
         """bool [B]: requests for which a drafter handed over logits without a law."""
 
     @property
     def roots(self) -> Handles:
         """The handle of each request's root, [B]."""
-        return np.arange(len(self.limits), dtype=np.int64) * self._capacity
+        return self._roots.copy()
+
+    @property
+    def added(self) -> NDArray[np.int64]:
+        """How many nodes each request has got through this builder, [B]."""
+        return self._spent.copy()
+
+    def limited(self, limits: Sequence[DraftLimits], roots: Handles | None = None) -> DraftBuilder:
+        """A builder of the same trees that adds at most `limits` below `roots`, for combinators.
+
+        Its requests are these roots, in this order: any nodes of this builder, all its roots unless
+        given. Depths count from them, and its `limits` are cut to what this builder has left.
+        """
+        view = copy(self)
+        view._above = self
+        view._roots = self.roots if roots is None else np.asarray(roots, np.int64)
+        view._spent = np.zeros(len(view._roots), np.int64)
+        view.limits = [
+            limit & self._left_below(int(root))
+            for limit, root in zip(limits, view._roots, strict=True)
+        ]
+        return view
+
+    def leaves(self) -> Handles:
+        """The nodes at or below the roots that have no children, [M]; of one request in draw order."""
+        found = [
+            row * self._capacity + node
+            for row in dict.fromkeys((self._roots // self._capacity).tolist())
+            for node in np.flatnonzero(self._width[row, : self._count[row]] == 0).tolist()
+        ]
+        return np.array([node for node in found if self._find_request(node) is not None], np.int64)
+
+    def guessed_path(self, node: int) -> list[int] | None:
+        """The tokens from below the root to `node`; None if one was drawn, which the host cannot know."""
+        path = []
+        while node not in self._roots:
+            path.append(int(self._guessed.reshape(-1)[node]))
+            node = self._parent_handle(node)
+        return None if -1 in path else path[::-1]
 
     def request_of(self, nodes: Handles) -> NDArray[np.int64]:
         """Which request each node belongs to, [M]."""
-        return np.asarray(nodes, np.int64) // self._capacity
+        if self._above is None:
+            return self._row_of(nodes)
+        return np.array([self._request(int(node)) for node in nodes], np.int64)
 
     def depth_of(self, nodes: Handles) -> NDArray[np.int64]:
         """Draft tokens from the root to each node, [M]; 0 at a root."""
-        return self._depth.reshape(-1)[np.asarray(nodes, np.int64)].astype(np.int64)
+        depth = self._total_depth(nodes)
+        if self._above is None:
+            return depth
+        return depth - self._total_depth(self._roots[self.request_of(nodes)])
 
     def parent_of(self, nodes: Handles) -> Handles:
         """The parents' handles, [M]; -1 for a root."""
         nodes = np.asarray(nodes, np.int64)
         parent = self._parent.reshape(-1)[nodes].astype(np.int64)
-        return np.where(parent < 0, -1, self.request_of(nodes) * self._capacity + parent)
+        top = (parent < 0) | np.isin(nodes, self._roots)
+        return np.where(top, -1, self._row_of(nodes) * self._capacity + parent)
 
     def tokens_of(self, nodes: Handles) -> Tensor:
         """The tokens that nodes carry: int64 [M], on the target's device."""
@@ -136,7 +183,9 @@ class DraftBuilder:
             parent = known
         return handles
 
-    def sample(self, parents: Handles, logits: Tensor, width: int = 1, vocab: Tensor | None = None) -> Handles:
+    def sample(
+        self, parents: Handles, logits: Tensor, width: int = 1, vocab: Tensor | None = None
+    ) -> Handles:
         """Draw up to `width` children below each of M nodes: handles [M, width], -1 beyond the limits.
 
         The requests' own settings turn the logits into laws. At temperature 0 the children are the
@@ -157,13 +206,13 @@ class DraftBuilder:
                 f"draft: sample() wants logits [M, V] with M = {len(parents)} parents, got {list(logits.shape)}"
             )
         handles = np.full((len(parents), width), -1, np.int64)
-        room = np.minimum(self._shared_room(parents), width)
+        room = np.minimum(self._shared_room(parents), min(width, self._vocab_size))
         rows = np.flatnonzero(room)
         if not len(rows):
             return handles
         scores = self._scores(parents[rows], logits[self._index(rows)], vocab)
         for greedy in (True, False):
-            part = np.flatnonzero(self._sampling.greedy[self.request_of(parents[rows])] == greedy)
+            part = np.flatnonzero(self._sampling.greedy[self._row_of(parents[rows])] == greedy)
             if len(part):
                 draw = self._take_best if greedy else self._draw
                 drawn = draw(parents[rows[part]], scores[self._index(part)], room[rows[part]])
@@ -190,8 +239,12 @@ class DraftBuilder:
         )
 
     def as_drafter(self, index: int) -> DraftBuilder:
-        """Note that nodes added from here on are the work of drafter `index` (for statistics)."""
-        self._drafter_index = index
+        """Note that nodes added from here on are the work of drafter `index` (for statistics).
+
+        Where combinators nest, the outermost one's numbering stays.
+        """
+        if self._above is None or self._above._drafter_index < 0:
+            self._drafter_index = index
         return self
 
     def handles_of(self, request: int, nodes: Sequence[int]) -> list[int]:
@@ -207,23 +260,30 @@ class DraftBuilder:
             missing = self._vocab_size - logits.shape[1]
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         logits = logits[:, : self._vocab_size].to(self._token.device)
-        request = self.request_of(parents)
+        request = self._row_of(parents)
         bad = ~logits.amax(-1).isfinite()
         index = self._index(request)
         self.non_finite |= torch.zeros_like(self._token[:, 0]).index_add(0, index, bad.long()) > 0
         logits = torch.where(bad[:, None], 0, logits)
-        depth = self._index(self.depth_of(parents))
-        path = self._path_tokens(parents) if self._sampling.penalised else depth.new_empty(len(parents), 0)
-        return self._sampling.scores(logits, request, path, depth)
+        depth = self._index(self._total_depth(parents))
+        path = (
+            self._path_tokens(parents)
+            if self._sampling.penalised
+            else depth.new_empty(len(parents), 0)
+        )
+        scores = self._sampling.scores(logits, request, path, depth)
+        # Where the settings ban all that the draft deems possible, any law will do.
+        return torch.where(scores.amax(-1, keepdim=True) == -torch.inf, 0, scores)
 
     def _path_tokens(self, nodes: Handles) -> Tensor:
         """Draft tokens from below the root to each node: int64 [M, D], -1 padded."""
         columns = []
         while (nodes >= 0).any():
-            inner = (nodes >= 0) & (self.depth_of(np.maximum(nodes, 0)) > 0)
+            inner = (nodes >= 0) & (self._total_depth(np.maximum(nodes, 0)) > 0)
             tokens = self.tokens_of(np.maximum(nodes, 0))
             columns.append(torch.where(torch.from_numpy(inner).to(tokens.device), tokens, -1))
-            nodes = np.where(nodes >= 0, self.parent_of(np.maximum(nodes, 0)), -1)
+            above = [self._parent_handle(int(node)) if node >= 0 else -1 for node in nodes]
+            nodes = np.array(above, np.int64)
         return torch.stack(columns, 1)
 
     def _take_best(self, parents: Handles, scores: Tensor, room: NDArray[np.int64]) -> Handles:
@@ -233,7 +293,7 @@ class DraftBuilder:
         return self._add_children(parents, scores.topk(width, -1).indices, room)
 
     def _draw(self, parents: Handles, scores: Tensor, room: NDArray[np.int64]) -> Handles:
-        q = self._sampling.laws(scores, self.request_of(parents))
+        q = self._sampling.laws(scores, self._row_of(parents))
         keep = self._may_draw(q)
         if keep is not None:
             room = room * keep.cpu().numpy()
@@ -245,50 +305,119 @@ class DraftBuilder:
         return handles
 
     def _draw_coupled(self, parents: Handles, q: Tensor, room: NDArray[np.int64]) -> Handles:
-        request = self._index(self.request_of(parents))
-        position = self._draft.start[request] + self._index(self.depth_of(parents)) + 1
+        request = self._index(self._row_of(parents))
+        position = self._draft.start[request] + self._index(self._total_depth(parents)) + 1
         width = min(int(room.max()), q.shape[1])
-        return self._add_children(parents, self._random.coupled(q, self._draft.seed[request], position, width), room)
+        return self._add_children(
+            parents, self._random.coupled(q, self._draft.seed[request], position, width), room
+        )
 
     def _draw_fresh(self, parents: Handles, q: Tensor, room: NDArray[np.int64]) -> Handles:
-        request = self._index(self.request_of(parents))
+        request = self._index(self._row_of(parents))
         law, top = _set_top_aside(q, self._index(room - 1))
         node = self._index(self._next_nodes(parents, room))
         site = Site(Purpose.DRAFT, self._draft.seed[request], self._draft.start[request], node)
         tokens = torch.cat([self._random.categorical(law, site)[:, None], top], 1)
-        handles = self._add_children(parents, tokens, room, first_law=self._law_rows)
+        handles = self._add_children(parents, tokens, room, first_law=sum(map(len, self._laws)))
         self._laws.append(law)
-        self._law_rows += len(law)
         return handles
 
     def _room(self, parent: int) -> int:
-        request, node = divmod(parent, self._capacity)
+        room = min(builder._own_room(parent) for builder in self._chain())
+        return max(0, room)
+
+    def _own_room(self, parent: int) -> int:
+        request = self._request(parent)
         limit = self.limits[request]
-        if self._depth[request, node] >= limit.max_depth:
+        if self._depth_below(request, parent) >= limit.max_depth:
             return 0
-        nodes = limit.max_nodes + 1 - int(self._count[request])
-        return max(0, min(nodes, limit.max_width - int(self._width[request, node])))
+        width = int(self._width.item(parent))
+        return min(limit.max_nodes - int(self._spent[request]), limit.max_width - width)
+
+    def _left_below(self, node: int) -> DraftLimits:
+        """What this builder's own limits leave below a node."""
+        request = self._request(node)
+        limit = self.limits[request]
+        return DraftLimits(
+            max(0, limit.max_nodes - int(self._spent[request])),
+            max(0, limit.max_depth - self._depth_below(request, node)),
+            limit.max_width,
+        )
+
+    def _depth_below(self, request: int, node: int) -> int:
+        return int(self._depth.item(node)) - int(self._depth.item(int(self._roots[request])))
 
     def _shared_room(self, parents: Handles) -> NDArray[np.int64]:
         """Children that each of `parents` may get when they are served in order: [M]."""
         room = self.room(parents)
-        left = [limit.max_nodes + 1 - int(count) for limit, count in zip(self.limits, self._count, strict=True)]
-        for row, request in enumerate(self.request_of(parents)):
-            room[row] = min(room[row], left[request])
-            left[request] -= room[row]
+        shares = [
+            (
+                builder.request_of(parents),
+                [limit.max_nodes for limit in builder.limits] - builder._spent,
+            )
+            for builder in self._chain()
+        ]
+        for row in range(len(parents)):
+            for request, left in shares:
+                room[row] = min(room[row], left[request[row]])
+            for request, left in shares:
+                left[request[row]] -= room[row]
         return room
+
+    def _chain(self) -> Iterator[DraftBuilder]:
+        """This builder and those whose limits hold too."""
+        builder: DraftBuilder | None = self
+        while builder is not None:
+            yield builder
+            builder = builder._above
+
+    def _row_of(self, nodes: Handles) -> NDArray[np.int64]:
+        """The draft's row that each node is in, [M]."""
+        return np.asarray(nodes, np.int64) // self._capacity
+
+    def _total_depth(self, nodes: Handles) -> NDArray[np.int64]:
+        """Draft tokens from the last committed token to each node, [M]."""
+        return self._depth.reshape(-1)[np.asarray(nodes, np.int64)].astype(np.int64)
+
+    def _parent_handle(self, node: int) -> int:
+        row, place = divmod(node, self._capacity)
+        parent = int(self._parent[row, place])
+        return -1 if parent < 0 else row * self._capacity + parent
+
+    def _request(self, node: int) -> int:
+        request = self._find_request(node)
+        if request is None:
+            raise ContractError(
+                f"draft: node {node} is not below a root of this builder; "
+                "grow only what is below builder.roots"
+            )
+        return request
+
+    def _find_request(self, node: int) -> int | None:
+        if self._above is None:
+            return node // self._capacity
+        while node >= 0:
+            at = np.flatnonzero(self._roots == node)
+            if len(at):
+                return int(at[0])
+            node = self._parent_handle(node)
+        return None
 
     def _next_nodes(self, parents: Handles, room: NDArray[np.int64]) -> NDArray[np.int64]:
         """The node index that each parent's first child will get, [M]."""
         count = self._count.copy()
         first = np.zeros(len(parents), np.int64)
-        for row, request in enumerate(self.request_of(parents)):
+        for row, request in enumerate(self._row_of(parents)):
             first[row] = count[request]
             count[request] += room[row]
         return first
 
     def _add_children(
-        self, parents: Handles, tokens: Tensor, room: NDArray[np.int64], first_law: int | None = None
+        self,
+        parents: Handles,
+        tokens: Tensor,
+        room: NDArray[np.int64],
+        first_law: int | None = None,
     ) -> Handles:
         """Add the first `room` [M] of `tokens` [M, W] as children: handles [M, max(room)], -1 padded.
 
@@ -298,13 +427,17 @@ class DraftBuilder:
         for row, parent in enumerate(parents):
             for rank in range(min(int(room[row]), tokens.shape[1])):
                 dense = first_law is not None and rank == 0
-                handles[row, rank] = self._add(int(parent), Kind.DENSE if dense else Kind.POINT, (first_law or 0) + row)
+                handles[row, rank] = self._add(
+                    int(parent), Kind.DENSE if dense else Kind.POINT, (first_law or 0) + row
+                )
         rows, ranks = np.nonzero(handles >= 0)
         source = self._index(rows * tokens.shape[1] + ranks)
         self._token.view(-1)[self._index(handles[rows, ranks])] = tokens.reshape(-1)[source]
         return handles
 
     def _add(self, parent: int, kind: Kind, qrow: int) -> int:
+        for builder in self._chain():
+            builder._spent[builder._request(parent)] += 1
         request, above = divmod(parent, self._capacity)
         node = int(self._count[request])
         self._count[request] += 1

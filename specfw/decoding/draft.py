@@ -74,7 +74,7 @@ class Draft:
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Nodes per request, the root included: [B]."""
-        return self.valid.sum(1)
+        return self.valid.sum(1, dtype=np.int64)
 
     @cached_property
     def max_depth(self) -> int:
@@ -150,7 +150,9 @@ class Draft:
 
     def as_point_masses(self) -> Draft:
         """The same tree with every token taken as a guess; always valid, whatever was drawn."""
-        return replace(self, kind=np.zeros_like(self.kind), qrow=np.full_like(self.qrow, -1), qstore=None)
+        return replace(
+            self, kind=np.zeros_like(self.kind), qrow=np.full_like(self.qrow, -1), qstore=None
+        )
 
     def check(self) -> None:
         """Verify the tree's own rules.
@@ -165,16 +167,28 @@ class Draft:
                     continue
                 parent = int(self.parent[b, i])
                 if not 0 <= parent < i or not self.valid[b, parent]:
-                    raise ContractError(f"draft: node {i} of request {b} has parent {parent}, not an earlier node")
+                    raise ContractError(
+                        f"draft: node {i} of request {b} has parent {parent}, not an earlier node"
+                    )
                 if self.rank[b, i] != seen.get(parent, 0):
-                    raise ContractError(f"draft: node {i} of request {b} is out of draw order among its siblings")
+                    raise ContractError(
+                        f"draft: node {i} of request {b} is out of draw order among its siblings"
+                    )
                 if self.depth[b, i] != self.depth[b, parent] + 1:
-                    raise ContractError(f"draft: node {i} of request {b} is not one below its parent")
+                    raise ContractError(
+                        f"draft: node {i} of request {b} is not one below its parent"
+                    )
                 seen[parent] = seen.get(parent, 0) + 1
                 if self.kind[b, i] == Kind.DENSE:
                     row = self.qstore[self.qrow[b, i]] if self.qstore is not None else None
-                    if row is None or row[self.token[b, i]] <= 0 or abs(float(row.sum()) - 1) > 1e-4:
-                        raise ContractError(f"draft: node {i} of request {b} was not drawn from its stated law")
+                    if (
+                        row is None
+                        or row[self.token[b, i]] <= 0
+                        or abs(float(row.sum()) - 1) > 1e-4
+                    ):
+                        raise ContractError(
+                            f"draft: node {i} of request {b} was not drawn from its stated law"
+                        )
 
 
 def nothing(mask: Tensor) -> bool:

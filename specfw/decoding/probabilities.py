@@ -115,14 +115,16 @@ class SamplingBatch:
         law = torch.empty_like(scores)
         for rows, shape in ((np.flatnonzero(greedy), None), (np.flatnonzero(~greedy), request)):
             part = scores[_index(rows, scores)]
-            law[_index(rows, scores)] = _one_hot(part) if shape is None else self._warp(part, shape[rows])
+            law[_index(rows, scores)] = (
+                _one_hot(part) if shape is None else self._warp(part, shape[rows])
+            )
         return law
 
     def _add_bias(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
         rows = np.flatnonzero(self._biased[request])
         if not len(rows):
             return scores
-        bias = torch.stack([self._states[request[row]].bias for row in rows])  # type: ignore[misc]
+        bias = torch.stack([self._states[request[row]].bias for row in rows])
         return scores.index_add(0, _index(rows, scores), bias.to(scores.dtype))
 
     def _penalise(self, scores: Tensor, request: NDArray[np.int64], path: Tensor) -> Tensor:
@@ -131,10 +133,10 @@ class SamplingBatch:
             return scores
         index = _index(rows, scores)
         states = [self._states[request[row]] for row in rows]
-        counts = torch.stack([state.counts for state in states])  # type: ignore[misc]
+        counts = torch.stack([state.counts for state in states])
         tokens = path[index]
         counts.scatter_add_(1, tokens.clamp_min(0), (tokens >= 0).to(counts.dtype))
-        seen = torch.stack([state.prompt_seen for state in states]) | (counts > 0)  # type: ignore[misc]
+        seen = torch.stack([state.prompt_seen for state in states]) | (counts > 0)
         repetition = self._column([state.params.repetition_penalty for state in states], scores)
         frequency = self._column([state.params.frequency_penalty for state in states], scores)
         presence = self._column([state.params.presence_penalty for state in states], scores)
@@ -145,21 +147,31 @@ class SamplingBatch:
         part = part - frequency * counts - presence * (counts > 0)
         return scores.index_copy(0, index, part)
 
-    def _forbid_early_stop(self, scores: Tensor, request: NDArray[np.int64], depth: Tensor) -> Tensor:
+    def _forbid_early_stop(
+        self, scores: Tensor, request: NDArray[np.int64], depth: Tensor
+    ) -> Tensor:
         missing = (self._minimum - self._emitted)[request]
-        cells = [(row, token) for row in np.flatnonzero(missing > 0) for token in self._states[request[row]].stop_ids]
+        cells = [
+            (row, token)
+            for row in np.flatnonzero(missing > 0)
+            for token in self._states[request[row]].stop_ids
+        ]
         if not cells:
             return scores
         rows, tokens = torch.tensor(cells, device=scores.device).T
         early = depth < torch.from_numpy(missing).to(scores.device)
-        return scores.index_put((rows, tokens), torch.where(early[rows], -torch.inf, scores[rows, tokens]))
+        return scores.index_put(
+            (rows, tokens), torch.where(early[rows], -torch.inf, scores[rows, tokens])
+        )
 
     def _warp(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
         temperature = self._column(self._temperature[request], scores)
         scores = (scores - scores.amax(-1, keepdim=True)) / temperature
         scores = self._keep_top_k(scores, self._top_k[request])
         law = scores.softmax(-1)
-        filtered = self._keep_min_p(self._keep_top_p(law, self._top_p[request]), self._min_p[request])
+        filtered = self._keep_min_p(
+            self._keep_top_p(law, self._top_p[request]), self._min_p[request]
+        )
         return law if filtered is law else filtered / filtered.sum(-1, keepdim=True)
 
     def _keep_top_k(self, scores: Tensor, top_k: NDArray[np.int64]) -> Tensor:
@@ -210,7 +222,9 @@ def _nucleus(law: Tensor, mass: Tensor) -> Tensor:
         kept = _keep_mass(law, ordered, order, mass)
         if bool(enough.all()):
             return kept
-        return torch.where(enough, kept, _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass))
+        return torch.where(
+            enough, kept, _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass)
+        )
     return _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass)
 
 
@@ -241,17 +255,20 @@ class NodeLaws:
         self._sampling = sampling
         self._every = np.arange(draft.batch)
         self.failed_at = torch.full_like(draft.start, -1)
-        """int64 [B]: the first reached position whose logits were NaN or infinite, else -1."""
+        """int64 [B]: the first reached position with NaN or infinite logits or none left by the settings, else -1."""
 
     def rows(self, node: Tensor) -> Tensor:
         """The law of the token after `node`, int64 [B], of each request: float [B, V]."""
         logits = self._logits.index_select(0, self._first_row + node)
         depth, path = self._draft.history(node, with_path=self._sampling.penalised)
-        bad = ~logits.amax(-1).isfinite()
-        self.failed_at = torch.where(bad & (self.failed_at < 0), self._draft.start + depth + 1, self.failed_at)
+        scores = self._sampling.scores(logits, self._every, path, depth)
+        bad = ~scores.amax(-1).isfinite()  # NaN and infinity pass through the settings
+        self.failed_at = torch.where(
+            bad & (self.failed_at < 0), self._draft.start + depth + 1, self.failed_at
+        )
         if not nothing(bad):
-            logits = torch.where(bad[:, None], 0, logits)
-        return self._sampling.laws(self._sampling.scores(logits, self._every, path, depth), self._every)
+            scores = torch.where(bad[:, None], 0, scores)
+        return self._sampling.laws(scores, self._every)
 
     def raw_logprobs(self, request: int, nodes: Sequence[int]) -> Tensor:
         """The target's own log-probabilities after some nodes of one request: [len(nodes), V]."""

@@ -61,7 +61,12 @@ class RandomSource(ABC):
         return self.race(probs, site, 1, active)[:, 0]
 
     def coupled(
-        self, probs: Tensor, seed: Tensor, position: Tensor, k: int = 1, active: Tensor | None = None
+        self,
+        probs: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        k: int = 1,
+        active: Tensor | None = None,
     ) -> Tensor:
         """The k best race keys of `probs` under the target's own noise at `position`: int64 [B, k].
 

@@ -85,13 +85,22 @@ def attend(
     """Attention of the packed tokens: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, Dv]."""
     step = specfw_step or _current.get()
     if step is None:
-        raise ContractError("specfw attention: the model was called outside a specfw pass; call it through specfw")
+        raise ContractError(
+            f"{type(module).__name__}: expected to attend within a specfw pass, got a call from outside; call the model "
+            "through specfw, or set another attention implementation"
+        )
     index = int(module.layer_idx)  # type: ignore[arg-type]
     step.calls[index] += 1
     if step.calls[index] > 1:
-        raise UnsupportedModelError(f"specfw: layer {index} attends twice in one pass, which the KV pool cannot hold")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: expected one attention call a layer and pass, got a second one in layer {index}, "
+            "for which the KV memory has no room; use a model that `specfw models` lists as supported"
+        )
     if attention_mask is not None or kwargs.get("position_bias") is not None:
-        raise UnsupportedModelError("specfw: the model brings its own attention mask or position bias, which trees change")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: expected attention without a mask or position bias of the model's own, got one, "
+            "which does not know draft trees; use a model that `specfw models` lists as supported"
+        )
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
     keys, values = step.store.layer(index, key, value)
     batch = step.batch

@@ -6,8 +6,9 @@ like size share a group, so that a long prefill chunk does not pad everybody's q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,7 +115,7 @@ def pack(
         segments: at least one.
         device: where the model is.
         device_tokens: packed rows, [D], and the tokens, int64 [D], that only the device knows.
-        min_tokens: pad the pass to this many tokens (written to the trash slot, attended by nobody).
+        min_tokens: pad the pass to this many tokens, by repeating the last one.
     """
     lengths = np.array([len(segment.tokens) for segment in segments])
     first_token = np.concatenate([[0], lengths.cumsum()[:-1]])
@@ -126,10 +127,10 @@ def pack(
     query_positions = np.concatenate([p[s.first :] for p, s in zip(positions, segments, strict=True)])
     scored = np.concatenate([f + s.scored - s.first for f, s in zip(first_token, segments, strict=True)])
     padding = max(0, min_tokens - len(ids))
-    if padding:
-        ids, slots, query_positions = (np.pad(a, (0, padding)) for a in (ids, slots, query_positions))
+    if padding:  # the repeated token writes what it wrote before, so the padding leaves no trace
+        ids, slots, query_positions = (np.pad(a, (0, padding), mode="edge") for a in (ids, slots, query_positions))
 
-    def on_device(values: NDArray[np.generic]) -> Tensor:
+    def on_device(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
     groups, unpad = [], np.zeros(len(ids), np.int64)
@@ -141,9 +142,13 @@ def pack(
             unpad[first_token[member] + rows] = padded_rows + place * group.shape[1] + rows
         padded_rows += group.shape[0] * group.shape[1]
         groups.append(group)
+    if padding:
+        unpad[-padding:] = unpad[-padding - 1]
     input_ids = on_device(ids.clip(0))
     if device_tokens is not None and len(device_tokens[0]):
         input_ids[on_device(device_tokens[0])] = device_tokens[1]
+        if padding:
+            input_ids[-padding:] = input_ids[-padding - 1]
     return PackedBatch(
         input_ids=input_ids[None],
         position_ids=on_device(query_positions)[None],
@@ -163,7 +168,7 @@ def _alike(lengths: Ints) -> list[Ints]:
 
 
 def _group(
-    segments: Sequence[Segment], positions: Sequence[Ints], first_token: Ints, on_device
+    segments: Sequence[Segment], positions: Sequence[Ints], first_token: Ints, on_device: Callable[[NDArray[Any]], Tensor]
 ) -> AttentionGroup:
     batch = len(segments)
     queries = max(len(s.tokens) for s in segments)

@@ -18,7 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specfw.contracts import Drafter, Feedback, Outcome, RequestView, Scheduler, TargetInfo, Verifier
+from specfw.contracts import (
+    Drafter,
+    Feedback,
+    Outcome,
+    RankedRows,
+    RequestView,
+    Scheduler,
+    TargetInfo,
+    Verifier,
+)
 from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.draft import Draft
 from specfw.decoding.probabilities import NodeLaws, SamplingBatch
@@ -67,7 +76,9 @@ class StepReport:
     """Wall time by phase: plan, draft, forward, verify, commit, observe; `model` is a part of forward."""
 
     @classmethod
-    def of(cls, plan: Plan, rounds: Sequence[Round], finished: list[Output], seconds: dict[str, float]) -> StepReport:
+    def of(
+        cls, plan: Plan, rounds: Sequence[Round], finished: list[Output], seconds: dict[str, float]
+    ) -> StepReport:
         drafted = sum(round.drafted for round in rounds)
         return cls(
             rows=sum(work.context for work in plan.work) + drafted,
@@ -112,7 +123,12 @@ class Engine:
         prefill_chunk: int = 256,
     ) -> None:
         self.runner, self.memory, self.info = runner, memory, info
-        self.drafter, self.verifier, self.schedulers, self.random = drafter, verifier, schedulers, random
+        self.drafter, self.verifier, self.schedulers, self.random = (
+            drafter,
+            verifier,
+            schedulers,
+            random,
+        )
         self.store = runner.new_store(memory.num_slots)
         self.planner = Planner(memory, schedulers, max_batch, max_step_tokens, prefill_chunk)
         self.max_length = min(info.max_length, memory.num_blocks * memory.block_size)
@@ -120,15 +136,21 @@ class Engine:
         """Drafts lost, by cause; each cause is logged once."""
         self.observers: list[Callable[[StepReport], None]] = []
         self._next_id = 0
-        for component in (drafter, *schedulers):
-            component.attach(info)
+        drafter.attach(info)
+        for scheduler in schedulers:
+            scheduler.attach(info)
 
     @property
     def has_work(self) -> bool:
         return bool(self.planner.running or self.planner.waiting)
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, index: int = 0, streams: bool = False
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        streams: bool = False,
     ) -> Request:
         """Queue a request.
 
@@ -179,8 +201,10 @@ class Engine:
             clock.lap("verify")
             rounds = self._commit(plan, draft, builder, laws, outcome, memory)
         clock.lap("commit")
-        self._observe(plan, rounds, builder, rows)
-        finished = [self._finish(round.request, round.ends, round.error) for round in rounds if round.ends]
+        self._observe(plan, rounds, draft, builder, rows)
+        finished = [
+            self._finish(round.request, round.ends, round.error) for round in rounds if round.ends
+        ]
         clock.lap("observe")
         seconds = clock.seconds | {"model": self.runner.model_seconds}
         report = StepReport.of(plan, rounds, finished, seconds)
@@ -199,9 +223,13 @@ class Engine:
     def _draft(self, decoding: Sequence[Work]) -> tuple[Draft, DraftBuilder, SamplingBatch]:
         requests = [work.request for work in decoding]
         sampling = SamplingBatch([request.sampling for request in requests])
-        root, start, seed = torch.tensor(
-            [[r.tokens[-1], len(r.tokens) - 1, r.seed] for r in requests], dtype=torch.long
-        ).reshape(-1, 3).T.to(self.info.device)
+        root, start, seed = (
+            torch.tensor(
+                [[r.tokens[-1], len(r.tokens) - 1, r.seed] for r in requests], dtype=torch.long
+            )
+            .reshape(-1, 3)
+            .T.to(self.info.device)
+        )
         builder = DraftBuilder(
             root,
             start,
@@ -225,7 +253,9 @@ class Engine:
     def _forward(self, work: Sequence[Work], draft: Draft) -> Rows:
         """Score the context and the draft of every request in one pass."""
         segments: list[Segment] = []
-        rows: list[NDArray[np.int64]] = []  # packed rows of draft tokens, and where these are in the draft
+        rows: list[
+            NDArray[np.int64]
+        ] = []  # packed rows of draft tokens, and where these are in the draft
         places: list[NDArray[np.int64]] = []
         first_row = b = 0
         for item in work:
@@ -239,7 +269,9 @@ class Engine:
         index = np.concatenate([np.zeros(0, np.int64), *places])
         tokens = draft.token.reshape(-1)[torch.from_numpy(index).to(draft.token.device)]
         device_tokens = (np.concatenate([np.zeros(0, np.int64), *rows]), tokens)
-        return self.runner.run(self.store, segments, device_tokens, self.drafter.requires.hidden_layers)
+        return self.runner.run(
+            self.store, segments, device_tokens, self.drafter.requires.hidden_layers
+        )
 
     def _commit(
         self,
@@ -251,8 +283,12 @@ class Engine:
         memory: Transaction,
     ) -> list[Round]:
         """Keep what was accepted, cut at the first stop; the KV of everything else is gone afterwards."""
-        columns = torch.stack([outcome.node, outcome.next_token, laws.failed_at, builder.non_finite.long()], 1)
-        decided = torch.cat([columns, draft.token], 1).cpu().numpy()  # the step's one synchronisation
+        columns = torch.stack(
+            [outcome.node, outcome.next_token, laws.failed_at, builder.non_finite.long()], 1
+        )
+        decided = (
+            torch.cat([columns, draft.token], 1).cpu().numpy()
+        )  # the step's one synchronisation
         paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
         self._compact(plan.decoding, paths)
         rounds = [
@@ -270,25 +306,43 @@ class Engine:
         return rounds
 
     def _settle(
-        self, b: int, request: Request, draft: Draft, path: list[int], decided: NDArray[np.int64], laws: NodeLaws
+        self,
+        b: int,
+        request: Request,
+        draft: Draft,
+        path: list[int],
+        decided: NDArray[np.int64],
+        laws: NodeLaws,
     ) -> Round:
         """Emit what request `b` got, and count it."""
         next_token, failed_at, non_finite = (int(value) for value in decided[1:4])
         drafted = int(draft.sizes[b]) - 1
         if failed_at >= 0:
-            return Round(request, drafted, 0, [], [], "error", (
-                f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
-                "drawn there; check the model's weights and dtype"
-            ))
+            return Round(
+                request,
+                drafted,
+                0,
+                [],
+                [],
+                "error",
+                (
+                    f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
+                    "drawn there; check the model's weights and dtype"
+                ),
+            )
         if non_finite:
             self._stop_drafting(request, "handed over NaN or infinite logits")
-        taken, ends = request.emit([*(int(token) for token in decided[4:][path]), next_token], len(path))
+        taken, ends = request.emit(
+            [*(int(token) for token in decided[4:][path]), next_token], len(path)
+        )
         kept = path[:taken]
         deepest = int(draft.depth[b].max())
         tested = min(len(path) + (len(path) < deepest), taken)
         request.count(drafted, tested, len(kept), taken)
         request.add_logprobs(laws, b, [0, *path][:taken])
-        return Round(request, drafted, tested, kept, request.tokens[len(request.tokens) - taken :], ends)
+        return Round(
+            request, drafted, tested, kept, request.tokens[len(request.tokens) - taken :], ends
+        )
 
     def _compact(self, decoding: Sequence[Work], paths: Sequence[list[int]]) -> None:
         """Move the KV of accepted nodes to the slots of their positions."""
@@ -300,9 +354,13 @@ class Engine:
                     source.append(work.sequence.slots(root + node, root + node + 1))
                     target.append(work.sequence.slots(root + depth, root + depth + 1))
         if source:
-            self.store.move(torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(target)))
+            self.store.move(
+                torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(target))
+            )
 
-    def _observe(self, plan: Plan, rounds: Sequence[Round], builder: DraftBuilder, rows: Rows) -> None:
+    def _observe(
+        self, plan: Plan, rounds: Sequence[Round], draft: Draft, builder: DraftBuilder, rows: Rows
+    ) -> None:
         """Tell the drafter and the schedulers what was kept."""
         told = [(b, round) for b, round in enumerate(rounds) if round.error is None]
         feedback = Feedback(
@@ -311,6 +369,7 @@ class Engine:
             kept=[builder.handles_of(b, round.kept) for b, round in told],
             drafted=[round.drafted for _, round in told],
             hidden=_hidden_of(plan, rounds, rows),
+            ranked=_ranked(draft, [b for b, _ in told], rows, self.drafter.requires.top_k),
         )
         self._guard(self.drafter.observe, feedback.requests, feedback)
         for scheduler in self.schedulers:
@@ -330,7 +389,9 @@ class Engine:
             request.begun = False
             self._guard(self.drafter.end, [request], request)
 
-    def _guard(self, call: Callable[..., None], requests: Sequence[RequestView], *arguments: Any) -> None:
+    def _guard(
+        self, call: Callable[..., None], requests: Sequence[RequestView], *arguments: Any
+    ) -> None:
         """Call the drafter; if it raises, `requests` go on without drafts."""
         try:
             call(*arguments)
@@ -349,15 +410,22 @@ class Engine:
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not len(prompt):
-            raise ConfigError("request: expected at least one prompt token, got an empty prompt; give some text")
+            raise ConfigError(
+                "request: expected at least one prompt token, got an empty prompt; give some text"
+            )
         outside = next((token for token in prompt if not 0 <= token < self.info.vocab_size), None)
         if outside is not None:
             raise ConfigError(
                 f"request: expected prompt token ids from 0 to {self.info.vocab_size - 1}, got {outside}; "
                 "encode the prompt with the target's tokenizer"
             )
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            outside = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
+        for name, tokens in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            outside = next(
+                (token for token in tokens if not 0 <= token < self.info.vocab_size), None
+            )
             if outside is not None:
                 raise ConfigError(
                     f"request: expected {name} from 0 to {self.info.vocab_size - 1}, got {outside}; remove it"
@@ -397,4 +465,24 @@ def _hidden_of(plan: Plan, rounds: Sequence[Round], rows: Rows) -> dict[int, lis
         if (round := by_request.get(work.request)) is not None:
             kept = [work.context - 1 + node for node in round.kept]
             chosen.append(torch.tensor([*range(work.context), *kept]) + int(first))
-    return {layer: [states[index.to(states.device)] for index in chosen] for layer, states in rows.hidden.items()}
+    return {
+        layer: [states[index.to(states.device)] for index in chosen]
+        for layer, states in rows.hidden.items()
+    }
+
+
+def _ranked(draft: Draft, requests: Sequence[int], rows: Rows, top_k: int) -> list[RankedRows]:
+    """The best tokens after every scored node of some requests."""
+    if not top_k or not requests:
+        return []
+    top = rows.logits.topk(min(top_k, rows.logits.shape[-1]), -1).indices.cpu().numpy()
+    tokens = draft.token.cpu().numpy()
+    first = draft.sizes.cumsum() - draft.sizes
+    return [
+        RankedRows(
+            tokens[b, : draft.sizes[b]],
+            draft.parent[b, : draft.sizes[b]].astype(np.int64),
+            top[first[b] : first[b] + draft.sizes[b]],
+        )
+        for b in requests
+    ]

@@ -143,11 +143,11 @@ def probe(runner: ModelRunner) -> float:
         packed = _packed_rows(runner, prompt, tree, mate).double()
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as cause:
         raise UnsupportedModelError(
-            f"{name}: expected a forward that takes packed tokens and position_ids, got {type(error).__name__}: "
-            f"{error}; {_LIST_HINT}"
-        ) from error
+            f"{name}: expected a forward that takes packed tokens and position_ids, got {type(cause).__name__}: "
+            f"{cause}; {_LIST_HINT}"
+        ) from cause
     apart = (packed - expected).square().mean(-1).sqrt().max()
     error = float(apart / expected.std().clamp_min(1e-9))
     if not error <= _TOLERANCE.get(runner.dtype, 0.2):

@@ -69,14 +69,18 @@ class Planner:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._memory, self._schedulers = memory, schedulers
-        self._max_batch, self._max_step_tokens, self._prefill_chunk = max_batch, max_step_tokens, prefill_chunk
+        self._max_batch, self._max_step_tokens, self._prefill_chunk = (
+            max_batch,
+            max_step_tokens,
+            prefill_chunk,
+        )
 
     def plan(self) -> Plan:
         """Decide the next step's work."""
         plan = Plan()
         self._admit(plan)
         self._choose_work(plan)
-        self._set_limits(plan.decoding, sum(work.context for work in plan.work))
+        self._set_limits(plan)
         return plan
 
     def leave(self, request: Request) -> None:
@@ -141,13 +145,17 @@ class Planner:
         else:
             plan.preempted.append(victim)
 
-    def _set_limits(self, decoding: Sequence[Work], rows: int) -> None:
+    def _set_limits(self, plan: Plan) -> None:
+        decoding = plan.decoding
         if not decoding:
             return
+        rows = sum(work.context for work in plan.work)
         share = max(0, self._max_step_tokens - rows) // len(decoding)
         caps = [work.request.draft_cap() & DraftLimits(share, share, share) for work in decoding]
         view = SchedulerView([work.request for work in decoding], caps, rows)
-        spare = self._memory.available - sum(self._blocks(work.request, work.context) for work in decoding)
+        spare = self._memory.available - sum(
+            self._blocks(work.request, work.context) for work in plan.work
+        )
         for work, limits in zip(decoding, compose_limits(self._schedulers, view), strict=True):
             spare -= self._fit(work, limits, spare)
 

@@ -26,7 +26,7 @@ class PackedLinears:
     @classmethod
     def of(cls, model: nn.Module, wanted: bool | None) -> PackedLinears:
         """Pack what can be packed; nothing where it would not pay and `wanted` is not True."""
-        if wanted is False or not torch.backends.mkldnn.is_available():
+        if wanted is False or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return cls([])
         linears = [
             module

@@ -63,7 +63,7 @@ def survey(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # what fails is in the rows
+    logging.set_verbosity(_CRITICAL)  # what fails is in the rows
     rows = []
     try:
         for model_type in model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -96,6 +96,8 @@ def _root_cause(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text[:200]}"
 
+
+_CRITICAL = 50  # of the standard library's logging
 
 _MOST_PARAMETERS = 3_000_000
 
@@ -170,13 +172,14 @@ def _build(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    make: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(parameter.numel() for parameter in make(config).parameters())
     if size > _MOST_PARAMETERS:
         raise ValueError(f"still {size:,} parameters after every size known to the survey was made small")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = make(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1 and parameter.is_floating_point():
@@ -197,7 +200,7 @@ def _tiny_config(model_type: str, with_unset: bool, with_kinds: bool) -> Any:
     from transformers import CONFIG_MAPPING
 
     full = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
-    kind = type(full)
+    kind: Any = type(full)
     kinds = _layer_kinds(full, model_type) if with_kinds else {}
     sizes = {
         key: value

@@ -140,7 +140,9 @@ class EnumSource(RandomSource):
         return script
 
 
-def enumerate_runs(run: Callable[[EnumSource], T], watch: int | None = None) -> Iterator[tuple[float, T]]:
+def enumerate_runs(
+    run: Callable[[EnumSource], T], watch: int | None = None
+) -> Iterator[tuple[float, T]]:
     """Call `run` once for every combination of outcomes: its probability and what it returned.
 
     Args:
@@ -160,7 +162,8 @@ def enumerate_runs(run: Callable[[EnumSource], T], watch: int | None = None) -> 
 
 def _normalised(probs: Tensor) -> NDArray[np.float64]:
     law: NDArray[np.float64] = probs.detach().cpu().numpy().astype(np.float64)
-    total = law.sum()
+    total = float(law.sum())
     if not np.isfinite(total) or total <= 0 or law.min() < 0:
         raise ContractError(f"enumeration: expected a law to draw from, got {law.tolist()}")
-    return law / total
+    law /= total
+    return law

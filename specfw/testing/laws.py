@@ -6,7 +6,7 @@ enumerates every run of an engine.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -20,7 +20,15 @@ from specfw.engine.requests import Request
 from specfw.testing.enumeration import enumerate_runs
 from specfw.types import SamplingParams
 
-__all__ = ["Emission", "Enumerated", "Law", "next_token_law", "output_law", "target_law", "total_variation"]
+__all__ = [
+    "Emission",
+    "Enumerated",
+    "Law",
+    "next_token_law",
+    "output_law",
+    "target_law",
+    "total_variation",
+]
 
 Vector = NDArray[np.float64]
 
@@ -78,7 +86,11 @@ def target_law(
 
 
 def next_token_law(
-    law: Vector, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams, stop_ids: Iterable[int]
+    law: Vector,
+    prompt: Sequence[int],
+    emitted: Sequence[int],
+    params: SamplingParams,
+    stop_ids: Iterable[int],
 ) -> Vector:
     """The law of one token under the settings, in their documented order: [V] -> [V]."""
     with np.errstate(divide="ignore"):
@@ -88,7 +100,9 @@ def next_token_law(
     for token in range(len(logits)):
         count = list(emitted).count(token)
         if count or token in prompt:
-            logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+            logits[token] *= (
+                params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+            )
         if count:
             logits[token] -= params.frequency_penalty * count + params.presence_penalty
     if len(emitted) < params.min_new_tokens:
@@ -109,7 +123,7 @@ def _filter(logits: Vector, params: SamplingParams) -> Vector:
     if params.top_k is not None and params.top_k < len(logits):
         kth = np.sort(logits)[-params.top_k]
         logits = np.where(logits >= kth, logits, -np.inf)
-    law = np.exp(logits - logits.max())
+    law: Vector = np.exp(logits - logits.max())
     law /= law.sum()
     if params.top_p is not None and params.top_p < 1:
         kept, mass = np.zeros(len(law), np.bool_), 0.0
@@ -119,7 +133,8 @@ def _filter(logits: Vector, params: SamplingParams) -> Vector:
         law = np.where(kept, law, 0.0)
     if params.min_p:
         law = np.where(law >= params.min_p * law.max(), law, 0.0)
-    return law / law.sum()
+    law /= law.sum()
+    return law
 
 
 def _ends(
@@ -133,8 +148,8 @@ def _ends(
     if emitted[-1] in stop_ids and len(emitted) > params.min_new_tokens:
         return "stop"
     if text_of and len(emitted) >= params.min_new_tokens:
-        before, now = text_of(emitted[:-1]), text_of(emitted)
-        if any(now.count(stop) > before.count(stop) for stop in params.stop):
+        text, old = text_of(emitted), len(text_of(emitted[:-1]))
+        if any(text.find(stop, max(0, old - len(stop) + 1)) >= 0 for stop in params.stop):
             return "stop"
     return "length" if len(emitted) == last else None
 
@@ -154,6 +169,8 @@ class Enumerated:
     drafted: int
     """Draft tokens of the watched request, over all runs."""
     accepted: int
+    faults: Counter[str]
+    """What drafters did wrong, by cause: each costs the drafts that would have been checked."""
 
 
 def output_law(
@@ -170,7 +187,7 @@ def output_law(
         index: which of the requests.
         max_steps: a run with more is a fault.
     """
-    seen = Enumerated({}, 0, set(), 0, 0, 0, 0)
+    seen = Enumerated({}, 0, set(), 0, 0, 0, 0, Counter())
 
     def run(source: RandomSource) -> Emission:
         engine, requests = build(source)
@@ -185,6 +202,7 @@ def output_law(
         seen.hit_tokens += engine.memory.hit_tokens
         seen.drafted += request.stats.drafted
         seen.accepted += request.stats.accepted
+        seen.faults += engine.faults
         if output is None:
             return Emission(tuple(request.emitted), f"no end within {max_steps} steps")
         return Emission(tuple(output.token_ids), output.error or output.finish_reason)

@@ -27,12 +27,14 @@ _ZEROS = 0.4
 """How often a token is impossible in a sparse law."""
 
 
-class TableConfig(PretrainedConfig):
+class TableConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """The size of a `TableLM`."""
 
     model_type = "specfw_table"
 
-    def __init__(self, vocab_size: int = 3, max_position_embeddings: int = 24, **kwargs: Any) -> None:
+    def __init__(
+        self, vocab_size: int = 3, max_position_embeddings: int = 24, **kwargs: Any
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.num_hidden_layers = 1
@@ -67,13 +69,15 @@ class TableAttention(nn.Module):
 
     def forward(self, value: Tensor, **kwargs: Any) -> Tensor:
         """The mean of the visible values: [B, T, H] -> [B, T, H]."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _eager_attention
+        )
         alike = value.new_zeros(*value.shape[:2], 1)[:, None]  # [B, 1, T, 1], queries and keys
-        mean, _ = attention(self, alike, alike, value[:, None], None, scaling=1.0, **kwargs)
+        mean: Tensor = attention(self, alike, alike, value[:, None], None, scaling=1.0, **kwargs)[0]
         return mean.reshape(value.shape)
 
 
-class TableLM(PreTrainedModel, GenerationMixin):
+class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Random laws, one for each context, that only exact attention finds again.
 
     Hidden states are (position, token) vectors, [B, T, max_positions * vocab_size]: one-hot as
@@ -121,7 +125,7 @@ class TableLM(PreTrainedModel, GenerationMixin):
         self.head.weight.data.copy_(self.embed.weight)
         self.attention = TableAttention(config, 0)
         self.requires_grad_(False)
-        self.eval()
+        self.train(False)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -147,7 +151,9 @@ class TableLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: truthy returns both layers.
         """
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
+                input_ids
+            )
         width = self.config.vocab_size
         place = torch.arange(self.config.hidden_size, device=input_ids.device) // width
         value = self.embed(input_ids) * (place == position_ids[..., None])
@@ -163,7 +169,9 @@ class TableLM(PreTrainedModel, GenerationMixin):
         for position, token in enumerate(prefix):
             counts[position * self.config.vocab_size + token] = _RESOLUTION
         with np.errstate(over="ignore"):
-            key = int((counts * self._weights[1:]).sum() + self._weights[0] * np.int64(len(prefix) - 1))
+            key = int(
+                (counts * self._weights[1:]).sum() + self._weights[0] * np.int64(len(prefix) - 1)
+            )
         return self._law(key)
 
     def _logits(self, mean: Tensor, position: Tensor) -> Tensor:
@@ -173,7 +181,7 @@ class TableLM(PreTrainedModel, GenerationMixin):
         keys = (counts * weights[1:]).sum(-1) + weights[0] * position
         laws = np.array([self._law(key) for key in keys.reshape(-1).tolist()])
         rows = torch.from_numpy(laws.reshape(-1, self.config.vocab_size)).to(mean.device)
-        return rows.log().view(*keys.shape, -1)
+        return rows.log().view(*keys.shape, self.config.vocab_size)
 
     def _law(self, key: int) -> NDArray[np.float64]:
         """The table's row for a context, made when it is first asked for."""

@@ -1,0 +1,202 @@
+"""The small worlds in which components are certified, and the engines that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from specfw.contracts import Drafter, Scheduler, TargetInfo, Verifier
+from specfw.decoding.random import RandomSource
+from specfw.engine.engine import Engine
+from specfw.engine.memory import KVMemory
+from specfw.engine.model_runner import ModelRunner
+from specfw.engine.requests import Request
+from specfw.testing.table_model import LawKind, TableLM, TableTokenizer
+from specfw.types import SamplingParams
+
+__all__ = [
+    "EOS",
+    "MEMORY_CASES",
+    "SETTINGS",
+    "WATCHED",
+    "Case",
+    "DrafterFactory",
+    "MemoryCase",
+    "SchedulerFactories",
+    "VerifierFactory",
+    "build_engine",
+    "make_cases",
+    "table_runner",
+]
+
+MemoryCase = Literal["plain", "preemption", "prefix hit", "chunked prefill"]
+MEMORY_CASES: tuple[MemoryCase, ...] = ("plain", "preemption", "prefix hit", "chunked prefill")
+
+SETTINGS: Mapping[str, SamplingParams] = {
+    "temperature": SamplingParams(temperature=0.7, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "top-k": SamplingParams(temperature=1.2, top_k=2, ignore_eos=True),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.6, ignore_eos=True),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.4, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=1.0,
+        repetition_penalty=1.5,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        ignore_eos=True,
+    ),
+    "bias": SamplingParams(temperature=1.0, logit_bias={1: 0.8}, ignore_eos=True),
+    "min tokens": SamplingParams(temperature=1.0, min_new_tokens=2),
+    "end of text": SamplingParams(temperature=1.0),
+    "stop string": SamplingParams(temperature=1.0, stop=("ba", "bb"), ignore_eos=True),
+}
+"""The settings that a certification walks through; token 0 is the end of text, token 1 the letter b."""
+
+EOS = 0
+WATCHED = 7  # the seed of the request that is enumerated
+_PLACE = 1  # its place among three: behind one that outlives it when memory runs out
+
+DrafterFactory = Callable[[], Drafter]
+VerifierFactory = Callable[[], Verifier]
+SchedulerFactories = Sequence[Callable[[], Scheduler]]
+"""Components are made anew for each run, because they may have state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One small world: a target, one request's settings, its batch-mates, and the memory."""
+
+    params: SamplingParams = SETTINGS["temperature"]
+    kind: LawKind = "dense"
+    vocab_size: int = 3
+    horizon: int = 3
+    """Tokens that each request may emit."""
+    batch: int = 1
+    memory: MemoryCase = "plain"
+    seed: int = 0
+    """Names the target's table."""
+
+    def paste(self) -> str:
+        """This case as Python."""
+        given = self.params.model_dump(exclude_unset=True)
+        params = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        return (
+            f"Case(SamplingParams({params}), kind={self.kind!r}, vocab_size={self.vocab_size}, "
+            f"horizon={self.horizon}, batch={self.batch}, memory={self.memory!r}, seed={self.seed})"
+        )
+
+    @property
+    def watched(self) -> int:
+        """The place of the request that is enumerated."""
+        return _PLACE if self.batch > _PLACE else 0
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """One prompt a request; the watched request's is long where prefill is cut into chunks."""
+        length = {"plain": 2, "preemption": 3, "prefix hit": 5, "chunked prefill": 5}[self.memory]
+        lengths = [length if i == self.watched else 3 for i in range(self.batch)]
+        return [
+            [(3 * i + j + j * j // 2) % self.vocab_size for j in range(n)]
+            for i, n in enumerate(lengths)
+        ]
+
+    @property
+    def requests(self) -> list[tuple[list[int], SamplingParams]]:
+        """Prompts and settings; batch-mates have other settings than the watched request."""
+        others = [params for params in SETTINGS.values() if params != self.params]
+        chosen = [self.params if i == self.watched else others[i] for i in range(self.batch)]
+        return [
+            (prompt, _limited(params, self.horizon, WATCHED if i == self.watched else 100 + i))
+            for i, (prompt, params) in enumerate(zip(self.prompts, chosen, strict=True))
+        ]
+
+
+def _limited(params: SamplingParams, horizon: int, seed: int) -> SamplingParams:
+    minimum = min(params.min_new_tokens, horizon)
+    return params.model_copy(
+        update={"max_new_tokens": horizon, "min_new_tokens": minimum, "seed": seed}
+    )
+
+
+def make_cases(
+    settings: Mapping[str, SamplingParams] = SETTINGS,
+    batch_sizes: Sequence[int] = (1, 3),
+    memory_cases: Sequence[MemoryCase] = MEMORY_CASES,
+    kinds: Sequence[LawKind] = ("dense", "sparse", "one_hot"),
+    sizes: Sequence[tuple[int, int]] = ((3, 2), (2, 3), (3, 3)),
+    seed: int = 0,
+) -> Iterator[Case]:
+    """Every setting with every memory case; batch sizes, kinds and (vocabulary, horizon) take turns."""
+    for i, params in enumerate(settings.values()):
+        for j, memory in enumerate(memory_cases):
+            turn = i + j
+            kind = kinds[turn // 2 % len(kinds)]
+            if params.min_new_tokens:
+                kind = "dense"  # a sure end of text leaves no law when it is forbidden
+            vocab_size, horizon = sizes[(i + turn // 2) % len(sizes)]
+            batch = batch_sizes[turn % len(batch_sizes)]
+            if memory == "preemption":
+                batch = max(batch, 3)
+            yield Case(params, kind, vocab_size, horizon, batch, memory, seed + turn)
+
+
+@lru_cache(maxsize=64)
+def _table(kind: LawKind, vocab_size: int, seed: int) -> ModelRunner:
+    # Laws with zeros have infinite logits, which the numeric probe cannot compare.
+    return ModelRunner(TableLM(vocab_size, seed, kind), prepack=False, check=False)
+
+
+def table_runner(case: Case) -> ModelRunner:
+    return _table(case.kind, case.vocab_size, case.seed)
+
+
+def build_engine(
+    case: Case,
+    drafter: DrafterFactory,
+    verifier: VerifierFactory,
+    schedulers: SchedulerFactories,
+    source: RandomSource,
+    seed: int | None = None,
+) -> tuple[Engine, list[Request]]:
+    """An engine for the case with its requests queued; `seed` replaces the watched request's."""
+    runner = table_runner(case)
+    tokenizer = TableTokenizer(case.vocab_size)
+    info = TargetInfo(
+        "table",
+        case.vocab_size,
+        runner.max_length,
+        (EOS,),
+        tokenizer,
+        runner.model,
+        runner.device,
+        runner.dtype,
+    )
+    memory = KVMemory(num_blocks=4 if case.memory == "preemption" else 24, block_size=2)
+    chunk = 2 if case.memory == "chunked prefill" else 16
+    engine = Engine(
+        runner,
+        memory,
+        info,
+        drafter(),
+        verifier(),
+        [make() for make in schedulers],
+        source,
+        prefill_chunk=chunk,
+    )
+    if case.memory == "prefix hit":
+        _fill_cache(engine, case.prompts[case.watched])
+    requests = []
+    for i, (prompt, params) in enumerate(case.requests):
+        if i == case.watched and seed is not None:
+            params = params.model_copy(update={"seed": seed})
+        requests.append(engine.add(prompt, params))
+    return engine, requests
+
+
+def _fill_cache(engine: Engine, prompt: Sequence[int]) -> None:
+    """Run another request with the same prompt, so that its blocks are in the prefix cache."""
+    engine.add(prompt, SamplingParams(max_new_tokens=2, temperature=1.0, seed=99, ignore_eos=True))
+    while engine.has_work:
+        engine.step()

@@ -1,0 +1,113 @@
+"""Drafters for tests: whatever the builder allows, on small vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specfw.contracts import Drafter, RequestView, TargetInfo
+from specfw.decoding.builder import DraftBuilder
+from specfw.testing.table_model import TableLM
+
+__all__ = ["MixtureDrafter", "Relation", "ScriptedDrafter", "TableDrafter", "relative"]
+
+Relation = Literal["identical", "near", "unrelated", "sparse", "one_hot", "disjoint"]
+
+_OTHER_TABLES = 1_000_003
+"""Draft tables are numbered from here, so that none is a target's by accident."""
+
+
+def relative(target: TableLM, relation: Relation, seed: int = 1) -> TableLM:
+    """A draft model whose laws stand in this relation to the target's, in every context."""
+    size, longest = target.config.vocab_size, target.config.max_position_embeddings
+    if relation == "identical":
+        return target
+    seed += _OTHER_TABLES
+    if relation == "near":
+        return TableLM(size, seed, mix=(target, 0.7), max_positions=longest)
+    if relation == "disjoint":
+        return TableLM(size, seed, avoid=target, max_positions=longest)
+    return TableLM(
+        size, seed, "dense" if relation == "unrelated" else relation, max_positions=longest
+    )
+
+
+def log_laws(model: TableLM, prefixes: Sequence[Sequence[int]]) -> Tensor:
+    """Logits of a table model after each prefix: float64 [M, V]."""
+    return torch.from_numpy(np.array([model.law(prefix) for prefix in prefixes])).log()
+
+
+class TableDrafter(Drafter):
+    """Samples trees from a table model: `width` children below every node, `depth` deep."""
+
+    def __init__(
+        self, relation: Relation = "near", depth: int = 2, width: int = 1, seed: int = 1
+    ) -> None:
+        self._relation, self._depth, self._width, self._seed = relation, depth, width, seed
+
+    def attach(self, target: TargetInfo) -> None:
+        self._model = relative(target.model, self._relation, self._seed)
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        parents, prefixes = builder.roots, [list(request.tokens) for request in requests]
+        for _ in range(self._depth):
+            handles = builder.sample(parents, log_laws(self._model, prefixes), self._width)
+            rows, ranks = np.nonzero(handles >= 0)
+            if not len(rows):
+                return
+            parents = handles[rows, ranks]
+            tokens = builder.tokens_of(parents).tolist()
+            prefixes = [[*prefixes[row], token] for row, token in zip(rows, tokens, strict=True)]
+
+
+class MixtureDrafter(TableDrafter):
+    """One tree of two sampled chains and a guess, whose shape depends on what was drawn and kept."""
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        super().propose(requests, builder)
+        for root, request in zip(builder.roots.tolist(), requests, strict=True):
+            tokens = list(request.tokens)
+            guess = sum(tokens) % self._model.config.vocab_size
+            handles = builder.guess(root, [guess])
+            second = builder.sample(np.array([root]), log_laws(self._model, [tokens[1:] or tokens]))
+            handles += second[second >= 0].tolist()
+            for handle, token in zip(
+                handles, builder.tokens_of(np.array(handles, np.int64)).tolist(), strict=True
+            ):
+                if token != 0:
+                    builder.sample(np.array([handle]), log_laws(self._model, [[*tokens, token]]))
+
+
+class ScriptedDrafter(Drafter):
+    """A tree of guesses and draws in any order, a function of the seed and the committed tokens."""
+
+    def __init__(self, seed: int = 0, moves: int = 3, guesses: float = 0.5) -> None:
+        """`moves` times it takes a node and, with chance `guesses`, guesses below it, else draws."""
+        self._seed, self._moves, self._guesses = seed, moves, guesses
+
+    def attach(self, target: TargetInfo) -> None:
+        self._vocab_size = target.vocab_size
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        for root, request in zip(builder.roots.tolist(), requests, strict=True):
+            self._grow(root, np.random.default_rng([self._seed, *request.tokens]), builder)
+
+    def _grow(self, root: int, random: np.random.Generator, builder: DraftBuilder) -> None:
+        nodes = [root]
+        for _ in range(self._moves):
+            parent = nodes[int(random.integers(len(nodes)))]
+            width = int(random.integers(1, 3))
+            if random.random() < self._guesses:
+                nodes += builder.guess(
+                    parent, random.integers(self._vocab_size, size=width).tolist()
+                )
+            else:
+                logits = torch.from_numpy(random.standard_normal((1, self._vocab_size)))
+                logits[:, random.random(self._vocab_size) < 0.2] = -torch.inf
+                logits[:, int(random.integers(self._vocab_size))] = 1.0
+                handles = builder.sample(np.array([parent]), logits, width)
+                nodes += handles[handles >= 0].tolist()
