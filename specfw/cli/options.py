@@ -32,23 +32,36 @@ _PIPELINE = "Pipeline"
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("-c", "--config", help="Config file (.yaml, .json, .toml).", rich_help_panel=_PIPELINE),
+    typer.Option(
+        "-c", "--config", help="Config file (.yaml, .json, .toml).", rich_help_panel=_PIPELINE
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Set one key, as in drafter.k=5; may be repeated.", rich_help_panel=_PIPELINE),
+    typer.Option(
+        "--set", help="Set one key, as in drafter.k=5; may be repeated.", rich_help_panel=_PIPELINE
+    ),
 ]
 Target = Annotated[
     str | None,
-    typer.Option(help="`demo`, a local folder, a hub id, or an expression.", rich_help_panel=_PIPELINE),
+    typer.Option(
+        help="`demo`, a local folder, a hub id, or an expression.", rich_help_panel=_PIPELINE
+    ),
 ]
 Drafter = Annotated[
-    str | None, typer.Option(help="A name or an expression, as in 'ngram(max_nodes=7)'.", rich_help_panel=_PIPELINE)
+    str | None,
+    typer.Option(
+        help="A name or an expression, as in 'ngram(max_nodes=7)'.", rich_help_panel=_PIPELINE
+    ),
 ]
-Verifier = Annotated[str | None, typer.Option(help="A name or an expression.", rich_help_panel=_PIPELINE)]
+Verifier = Annotated[
+    str | None, typer.Option(help="A name or an expression.", rich_help_panel=_PIPELINE)
+]
 Schedulers = Annotated[
     list[str] | None,
-    typer.Option("--scheduler", help="A name or an expression; may be repeated.", rich_help_panel=_PIPELINE),
+    typer.Option(
+        "--scheduler", help="A name or an expression; may be repeated.", rich_help_panel=_PIPELINE
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -61,7 +74,6 @@ def read_config(
     file: Path | None,
     overrides: list[str] | None,
     *,
-    manager: PluginManager | None = None,
     default_target: str | None = None,
     **given: Any,
 ) -> PipelineConfig:
@@ -74,7 +86,7 @@ def read_config(
     settings |= {key: value for key, value in given.items() if value is not None}
     if default_target is not None:
         settings.setdefault("target", default_target)
-    return PipelineConfig(**apply_overrides(settings, overrides or [], manager or PluginManager()))
+    return PipelineConfig(**apply_overrides(settings, overrides or [], PluginManager()))
 
 
 def output_mapping(output: Output) -> dict[str, Any]:

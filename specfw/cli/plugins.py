@@ -26,9 +26,15 @@ def command(as_json: JsonOutput = False) -> None:
         table.add_row(plugin["name"], plugin["version"] or "", offered)
     console.print(table)
     for broken in found["broken"]:
-        console.print(f"broken: {broken['name']} ({broken['stage']}): {broken['error']}", style="red", markup=False)
+        console.print(
+            f"broken: {broken['name']} ({broken['stage']}): {broken['error']}",
+            style="red",
+            markup=False,
+        )
     for left in found["filtered"]:
         console.print(f"left out by SPECFW_PLUGINS: {left['name']}", markup=False)
     for conflict in found["conflicts"]:
         owners = " and ".join(conflict["owners"])
-        console.print(f"conflict: {conflict['kind']} {conflict['name']} is offered by {owners}", style="red")
+        console.print(
+            f"conflict: {conflict['kind']} {conflict['name']} is offered by {owners}", style="red"
+        )

@@ -73,7 +73,9 @@ def check_config(model: Any) -> None:
 def _check_layers(model: Any, name: str) -> None:
     config = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if not foreign and getattr(model, "_is_stateful", False):  # says that its cache cannot be cropped
+    if not foreign and getattr(
+        model, "_is_stateful", False
+    ):  # says that its cache cannot be cropped
         foreign = [f"the recurrent layers of {config.model_type}"]
     if not foreign:
         return
@@ -107,7 +109,11 @@ def longest_sequence(model: Any) -> int:
     original length, so such models end there.
     """
     config = model.config.get_text_config(decoder=True)
-    longest = int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
+    longest = int(
+        getattr(config, "max_position_embeddings", None)
+        or getattr(config, "n_positions", None)
+        or 1 << 20
+    )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
@@ -148,14 +154,27 @@ def probe(runner: ModelRunner) -> float:
             f"{name}: expected a forward that takes packed tokens and position_ids, got {type(cause).__name__}: "
             f"{cause}; {_LIST_HINT}"
         ) from cause
-    apart = (packed - expected).square().mean(-1).sqrt().max()
-    error = float(apart / expected.std().clamp_min(1e-9))
+    error = _distance(packed, expected)
     if not error <= _TOLERANCE.get(runner.dtype, 0.2):
         raise UnsupportedModelError(
             f"{name}: expected the packed forward to equal the model's own, got logits that differ by {error:.2g} "
             f"standard deviations; {_LIST_HINT}"
         )
     return error
+
+
+_BANNED = 100.0
+"""Logits this far below their row's best stand for impossible tokens; how far below does not count."""
+
+
+def _distance(packed: Tensor, expected: Tensor) -> float:
+    """The worst row's root mean square difference, in standard deviations of the possible tokens' logits."""
+    if bool(packed.isnan().any() | expected.isnan().any()):
+        return float("nan")
+    floor = expected.amax(-1, keepdim=True) - _BANNED
+    scale = expected[expected > floor].std()
+    apart = packed.maximum(floor) - expected.maximum(floor)
+    return float(apart.square().mean(-1).sqrt().max() / scale.clamp_min(1e-9))
 
 
 def _probe_length(runner: ModelRunner) -> int:

@@ -84,7 +84,9 @@ def _try_type(model_type: str) -> SurveyRow:
     except Exception as error:  # any failure of a foreign class is an answer here
         return SurveyRow(model_type, "not built", _root_cause(error))
     try:
-        return SurveyRow(model_type, "supported", error=float(f"{ModelRunner(model).probe_error:.1e}"))
+        return SurveyRow(
+            model_type, "supported", error=float(f"{ModelRunner(model).probe_error:.1e}")
+        )
     except UnsupportedModelError as error:
         return SurveyRow(model_type, "refused", str(error))
 
@@ -103,14 +105,22 @@ _MOST_PARAMETERS = 3_000_000
 
 _SMALL: dict[str, Any] = {
     # widths
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner"), 64
+    ),
     **dict.fromkeys(("inner_dim", "ffn_hidden_size", "block_ff_dim"), 64),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input", "query_pre_attn_scalar"), 8),
+    **dict.fromkeys(
+        ("head_dim", "rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8
+    ),
+    **dict.fromkeys(
+        ("kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input", "query_pre_attn_scalar"), 8
+    ),
     "qk_head_dim": 16,
     "laurel_rank": 4,
     # depths
@@ -176,7 +186,9 @@ def _build(config: Any) -> Any:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in make(config).parameters())
     if size > _MOST_PARAMETERS:
-        raise ValueError(f"still {size:,} parameters after every size known to the survey was made small")
+        raise ValueError(
+            f"still {size:,} parameters after every size known to the survey was made small"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make(config, dtype=torch.float32).eval()
@@ -208,7 +220,9 @@ def _tiny_config(model_type: str, with_unset: bool, with_kinds: bool) -> Any:
         if _has(full, key, with_unset) and not isinstance(getattr(kind, key, None), property)
     }
     if "kv_lora_rank" in sizes and "num_key_value_heads" in sizes:
-        sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 4)  # latent attention has no groups
+        sizes["num_key_value_heads"] = sizes.get(
+            "num_attention_heads", 4
+        )  # latent attention has no groups
     if hasattr(full, "is_decoder"):
         sizes["is_decoder"] = True
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
@@ -219,12 +233,19 @@ def _tiny_config(model_type: str, with_unset: bool, with_kinds: bool) -> Any:
 
 def _layer_kinds(full: Any, model_type: str) -> dict[str, list[str]]:
     """One layer of each kind that the type has, two at least."""
-    listed = {key: kinds for key in ("layer_types", "mlp_layer_types") if (kinds := getattr(full, key, None))}
+    listed = {
+        key: kinds
+        for key in ("layer_types", "mlp_layer_types")
+        if (kinds := getattr(full, key, None))
+    }
     if model_type in _CHECKPOINT_LAYERS:
         listed["layer_types"] = _CHECKPOINT_LAYERS[model_type]
     distinct = {key: list(dict.fromkeys(kinds)) for key, kinds in listed.items()}
     depth = max(2, *(len(kinds) for kinds in distinct.values()), 2)
-    return {key: [kinds[layer % len(kinds)] for layer in range(depth)] for key, kinds in distinct.items()}
+    return {
+        key: [kinds[layer % len(kinds)] for layer in range(depth)]
+        for key, kinds in distinct.items()
+    }
 
 
 def _has(config: Any, key: str, with_unset: bool) -> bool:
@@ -244,7 +265,9 @@ def _write_table() -> None:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    rows = survey(lambda row: print(row.model_type, row.verdict, row.error or row.reason, flush=True))
+    rows = survey(
+        lambda row: print(row.model_type, row.verdict, row.error or row.reason, flush=True)
+    )
     rows.sort(key=lambda row: row.model_type)
     table = {"transformers": transformers.__version__, "models": [asdict(row) for row in rows]}
     Path(__file__).with_name("models.json").write_text(json.dumps(table, indent=1) + "\n", "utf-8")

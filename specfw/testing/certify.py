@@ -93,6 +93,24 @@ class Certificate:
         )
         return f"{text}; {self.counterexample}" if self.counterexample else text
 
+    def merged(self, other: Certificate) -> Certificate:
+        """One certificate for the cases of both, with the first counterexample."""
+        worse = self if self.counterexample or not other.counterexample else other
+        return Certificate(
+            guarantee=self.guarantee,
+            ok=self.ok and other.ok,
+            max_tv=max(self.max_tv, other.max_tv),
+            combinations=self.combinations + other.combinations,
+            prefixes=self.prefixes + other.prefixes,
+            leaves=self.leaves + other.leaves,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            preemptions=self.preemptions + other.preemptions,
+            hit_tokens=self.hit_tokens + other.hit_tokens,
+            faults=self.faults + other.faults,
+            counterexample=worse.counterexample,
+        )
+
     def _add(self, seen: Enumerated, tv: float) -> None:
         self.combinations += 1
         self.max_tv = max(self.max_tv, tv)

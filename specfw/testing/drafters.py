@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ _OTHER_TABLES = 1_000_003
 """Draft tables are numbered from here, so that none is a target's by accident."""
 
 
+@lru_cache(maxsize=64)
 def relative(target: TableLM, relation: Relation, seed: int = 1) -> TableLM:
     """A draft model whose laws stand in this relation to the target's, in every context."""
     size, longest = target.config.vocab_size, target.config.max_position_embeddings

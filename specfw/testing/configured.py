@@ -1,0 +1,89 @@
+"""Certifying what a config names: its own drafter, verifier and schedulers, on table models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specfw.components import Bound
+from specfw.config import PipelineConfig
+from specfw.plugins import PluginManager
+from specfw.testing.cases import Case, make_cases
+from specfw.testing.certify import Certificate, certify
+
+__all__ = ["certify_config", "on_tables"]
+
+_SIZES = ((3, 2), (2, 3))
+_DEEP_SIZES = ((3, 2), (2, 3), (3, 3), (3, 4))
+_DRAFT_SEED = 4
+
+
+def certify_config(
+    config: PipelineConfig,
+    manager: PluginManager,
+    deep: bool = False,
+    progress: Callable[[int, int, Case], None] | None = None,
+) -> Certificate:
+    """Certify a config's drafter, verifier and schedulers together.
+
+    The target is a table model in each case, and so is every draft model.
+
+    Args:
+        config: the config; its target is not loaded.
+        manager: knows the components.
+        deep: walk longer texts over more tokens, and every batch size with every setting.
+        progress: called before each case with its number, how many there are, and the case.
+
+    Raises:
+        ConfigError: a component refuses its options or the table target.
+    """
+    drafter = manager.bind("drafter", config.drafter)
+    verifier = manager.bind("verifier", config.verifier)
+    schedulers = [manager.bind("scheduler", one).build for one in config.scheduler]
+    sizes = _DEEP_SIZES if deep else _SIZES
+    cases = list(make_cases(sizes=sizes))
+    if deep:
+        cases += make_cases(sizes=sizes, batch_sizes=(3, 1), seed=1000)
+    certificate: Certificate | None = None
+    done = 0
+    for vocab_size in sorted({case.vocab_size for case in cases}):
+        same_size = [case for case in cases if case.vocab_size == vocab_size]
+        on_table = on_tables(drafter, manager, vocab_size)
+        report = None if progress is None else _shifted(progress, done, len(cases))
+        part = certify(on_table.build, verifier.build, schedulers, cases=same_size, progress=report)
+        certificate = part if certificate is None else certificate.merged(part)
+        done += len(same_size)
+    assert certificate is not None
+    return certificate
+
+
+def on_tables(bound: Bound[Any], manager: PluginManager, vocab_size: int) -> Bound[Any]:
+    """The component with every model in its options, however deep, replaced by a table model."""
+    if bound.kind == "target":
+        return manager.bind(
+            "target", {"name": "table", "vocab_size": vocab_size, "seed": _DRAFT_SEED}
+        )
+    replaced = {
+        name: _replace(value, manager, vocab_size)
+        for name, value in bound.options
+        if _is_component(value)
+    }
+    return Bound(bound.kind, bound.name, bound.component, bound.options.model_copy(update=replaced))
+
+
+def _is_component(value: object) -> bool:
+    return isinstance(value, Bound) or (
+        isinstance(value, (tuple, list)) and any(map(_is_component, value))
+    )
+
+
+def _replace(value: Any, manager: PluginManager, vocab_size: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replace(one, manager, vocab_size) for one in value)
+    return on_tables(value, manager, vocab_size) if isinstance(value, Bound) else value
+
+
+def _shifted(
+    progress: Callable[[int, int, Case], None], start: int, total: int
+) -> Callable[[int, int, Case], None]:
+    return lambda number, _, case: progress(start + number, total, case)
