@@ -51,7 +51,8 @@ def test_slots_follow_the_block_table() -> None:
         assert sequence.slots(4, 8).tolist() == expected[4:8]
         assert sequence.slots(7, 7).tolist() == []
         assert len(set(expected)) == 8
-        assert min(expected) >= 3 and max(expected) < memory.num_slots
+        assert min(expected) >= 3
+        assert max(expected) < memory.num_slots
         assert TRASH not in sequence.blocks
 
 
@@ -103,11 +104,16 @@ def test_an_exception_undoes_what_was_not_committed() -> None:
     memory = KVMemory(9, 2)
     done, open_ = fill(memory, [1, 1, 1], 2), fill(memory, [2, 2, 2, 2], 3)
     before = list(open_.blocks)
-    with pytest.raises(ZeroDivisionError), memory.transaction() as tx:
-        tx.reserve(done, 5)
-        tx.reserve(open_, 5)
-        tx.commit(done, [1, 1, 1, 1, 1], 4)
-        raise ZeroDivisionError
+
+    def failing_step() -> None:
+        with memory.transaction() as tx:
+            tx.reserve(done, 5)
+            tx.reserve(open_, 5)
+            tx.commit(done, [1, 1, 1, 1, 1], 4)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing_step()
     assert (done.n_kv, len(done.blocks)) == (4, 2)
     assert (open_.n_kv, open_.blocks) == (3, before)
     memory.check()
