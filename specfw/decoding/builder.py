@@ -205,6 +205,7 @@ class DraftBuilder:
             raise ContractError(
                 f"draft: sample() wants logits [M, V] with M = {len(parents)} parents, got {list(logits.shape)}"
             )
+        logits = logits.to(self._token.device)
         handles = np.full((len(parents), width), -1, np.int64)
         room = np.minimum(self._shared_room(parents), min(width, self._vocab_size))
         rows = np.flatnonzero(room)
@@ -259,7 +260,7 @@ class DraftBuilder:
         elif logits.shape[1] < self._vocab_size:
             missing = self._vocab_size - logits.shape[1]
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        logits = logits[:, : self._vocab_size].to(self._token.device)
+        logits = logits[:, : self._vocab_size]
         request = self._row_of(parents)
         bad = ~logits.amax(-1).isfinite()
         index = self._index(request)
