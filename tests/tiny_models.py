@@ -22,7 +22,16 @@ from transformers import (
     Qwen3Config,
 )
 
-__all__ = ["ARCHITECTURES", "CONTEXT", "EOS", "VOCAB_SIZE", "WINDOW", "build", "tiny", "tiny_tokenizer"]
+__all__ = [
+    "ARCHITECTURES",
+    "CONTEXT",
+    "EOS",
+    "VOCAB_SIZE",
+    "WINDOW",
+    "build",
+    "tiny",
+    "tiny_tokenizer",
+]
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox")
 VOCAB_SIZE = 64
@@ -74,10 +83,14 @@ def build(architecture: str, seed: int = 0, **changes: Any) -> Any:
     """A new tiny model in eval mode; `changes` are config fields, by their common names."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_config(architecture, **changes), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            _config(architecture, **changes), dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:  # norms and biases start as ones and zeros, which hide mistakes
+                if (
+                    parameter.ndim == 1
+                ):  # norms and biases start as ones and zeros, which hide mistakes
                     parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
@@ -100,5 +113,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )

@@ -185,10 +185,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepReport:
-        """One round for every request that the plan picks."""
+        """One round for every request that the plan picks; without any, an empty report."""
         clock = _Clock()
         plan = self._plan()
         clock.lap("plan")
+        if not plan.work:
+            return StepReport.of(plan, [], [], clock.seconds)
         with self.memory.transaction() as memory:  # on any exit the invariant holds
             for work in plan.work:
                 memory.reserve(work.sequence, work.context + work.limits.max_nodes)
