@@ -40,7 +40,8 @@ def relative(target: TableLM, relation: Relation, seed: int = 1) -> TableLM:
 
 def log_laws(model: TableLM, prefixes: Sequence[Sequence[int]]) -> Tensor:
     """Logits of a table model after each prefix: float64 [M, V]."""
-    return torch.from_numpy(np.array([model.law(prefix) for prefix in prefixes])).log()
+    laws = np.array([model.law(prefix) for prefix in prefixes])
+    return torch.from_numpy(laws.reshape(-1, model.config.vocab_size)).log()
 
 
 class TableDrafter(Drafter):

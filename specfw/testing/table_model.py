@@ -189,10 +189,11 @@ class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call
             law = self._own_law(key)
             if self._avoid is not None and (free := self._avoid._law(key) == 0).any():
                 law = np.where(free, law + 1e-3, 0)
+            law = law / law.sum()
             if self._mix is not None:
                 other, weight = self._mix
                 law = weight * other._law(key) + (1 - weight) * law
-            self._laws[key] = law / law.sum()
+            self._laws[key] = law
         return self._laws[key]
 
     def _own_law(self, key: int) -> NDArray[np.float64]:

@@ -1,0 +1,457 @@
+"""What every component must pass: subclass a base in a test file, and say in `make` how it is built.
+
+class TestMyDrafter(DrafterConformance):
+    def make(self):
+        return MyDrafter()
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from specfw.builtins import NoDrafter
+from specfw.contracts import (
+    Drafter,
+    DraftLimits,
+    Feedback,
+    Outcome,
+    RequestView,
+    Scheduler,
+    SchedulerView,
+    TargetInfo,
+    Verifier,
+)
+from specfw.decoding.builder import DraftBuilder
+from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.draft import Draft
+from specfw.decoding.probabilities import NodeLaws, SamplingBatch
+from specfw.decoding.random import KeyedSource, RandomSource
+from specfw.decoding.rejection import RejectionVerifier
+from specfw.engine.engine import Engine
+from specfw.engine.fixed import FixedScheduler
+from specfw.testing.cases import SETTINGS, Case, build_engine, table_runner
+from specfw.testing.certify import Certificate, certify
+from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
+from specfw.testing.table_model import TableTokenizer
+from specfw.types import SamplingParams
+
+__all__ = ["DrafterConformance", "SchedulerConformance", "VerifierConformance"]
+
+_LONG = Case(SETTINGS["temperature"], vocab_size=4, horizon=10, batch=3)
+"""Enough steps for state to go wrong; run with keyed noise, not enumerated."""
+
+Node = tuple[int, int, int]
+"""Parent, token and kind of a draft node."""
+
+
+class _Recorder(Drafter):
+    """Passes everything on to a drafter, and keeps its drafts by request and committed tokens."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.requires = inner.requires  # type: ignore[misc]  # the engine asks the instance
+        self.drafts: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
+        self.last: Draft | None = None
+
+    def attach(self, target: TargetInfo) -> None:
+        self.inner.attach(target)
+
+    def begin(self, request: RequestView) -> None:
+        self.inner.begin(request)
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        self.inner.propose(requests, builder)
+        self.last = builder.build()
+        for b, request in enumerate(requests):
+            if builder.limits[b].max_nodes:
+                self.drafts[request.params.seed or 0, tuple(request.tokens)] = _nodes(self.last, b)
+
+    def take(self) -> Draft | None:
+        """The draft made since the last call."""
+        draft, self.last = self.last, None
+        return draft
+
+    def observe(self, feedback: Feedback) -> None:
+        self.inner.observe(feedback)
+
+    def end(self, request: RequestView) -> None:
+        self.inner.end(request)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _nodes(draft: Draft, b: int) -> list[Node]:
+    return [
+        (int(draft.parent[b, i]), int(draft.token[b, i]), int(draft.kind[b, i]))
+        for i in range(1, int(draft.sizes[b]))
+    ]
+
+
+class _FromLength(Scheduler):
+    """Lets requests draft only once they have some number of tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
+        return [
+            cap if len(request.tokens) >= self._tokens else DraftLimits()
+            for request, cap in zip(view.requests, view.caps, strict=True)
+        ]
+
+
+def _run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.memory.check()
+
+
+def _assert_certified(certificate: Certificate, drafts: bool = True) -> None:
+    assert certificate.ok, str(certificate)
+    assert not certificate.faults, f"drafts were lost: {dict(certificate.faults)}"
+    assert certificate.drafted or not drafts, "nothing was drafted, so nothing was checked"
+
+
+class DrafterConformance(ABC):
+    """The contract of drafters."""
+
+    learns: ClassVar[bool] = False
+    """Whether it keeps statistics on purpose, so that the past may change what it drafts."""
+    drafts: ClassVar[bool] = True
+    """Whether it drafts anything for a table model's random text."""
+
+    @abstractmethod
+    def make(self) -> Drafter:
+        """A new drafter, not yet attached."""
+
+    def engine(
+        self, drafter: Drafter, case: Case = _LONG, schedulers: Sequence[Scheduler] = ()
+    ) -> Engine:
+        """An engine with this drafter and the case's requests, on a table model."""
+        factories = [lambda: FixedScheduler(4, 4, 2), *((lambda s=s: s) for s in schedulers)]
+        return build_engine(case, lambda: drafter, CoupledVerifier, factories, KeyedSource())[0]
+
+    @pytest.mark.parametrize("verifier", [CoupledVerifier, RejectionVerifier])
+    def test_keeps_the_law(self, verifier: Callable[[], Verifier]) -> None:
+        """A drafter may change the speed, never the law."""
+        _assert_certified(certify(self.make, verifier), self.drafts)
+
+    @pytest.mark.parametrize("limits", [(0, 0, 1), (1, 1, 1), (2, 1, 2), (3, 3, 1), (5, 2, 3)])
+    def test_drafts_within_limits(self, limits: tuple[int, int, int]) -> None:
+        """More nodes, depth or width than allowed would not fit into the pass."""
+        recorder = _Recorder(self.make())
+        case = _LONG
+        engine = build_engine(
+            case,
+            lambda: recorder,
+            CoupledVerifier,
+            [lambda: FixedScheduler(*limits)],
+            KeyedSource(),
+        )[0]
+        while engine.has_work:
+            engine.step()
+            if (draft := recorder.take()) is not None:
+                draft.check()
+                assert int(draft.sizes.max(initial=1)) - 1 <= limits[0]
+                assert draft.max_depth <= limits[1]
+                assert draft.max_width <= limits[2]
+        assert not engine.faults
+
+    def test_state_follows_the_committed_tokens(self) -> None:
+        """State left over from refused drafts would show in later drafts."""
+        if self.learns:
+            pytest.skip("what it drafts depends on the past on purpose")
+        always = _Recorder(self.make())
+        _run(self.engine(always))
+        for start in range(4, 9):
+            late = _Recorder(self.make())
+            _run(self.engine(late, schedulers=[_FromLength(start)]))
+            for key in always.drafts.keys() & late.drafts.keys():
+                assert always.drafts[key] == late.drafts[key], (
+                    f"after {key[1]} the draft depends on earlier drafts, not on the tokens alone"
+                )
+
+    def test_batch_mates_do_not_matter(self) -> None:
+        """State of one request that leaks into another would show in a batch."""
+        if self.learns:
+            pytest.skip("what it drafts depends on the past on purpose")
+        together = _Recorder(self.make())
+        _run(self.engine(together))
+        prompt, params = _LONG.requests[_LONG.watched]
+        alone = _Recorder(self.make())
+        engine = self.engine(alone, Case(params, vocab_size=4, horizon=10))
+        assert Case(params, vocab_size=4, horizon=10).requests[0] == (prompt, params)
+        _run(engine)
+        for key in alone.drafts:
+            assert together.drafts.get(key, alone.drafts[key]) == alone.drafts[key]
+        assert alone.drafts.keys() & together.drafts.keys() or not alone.drafts
+
+    def test_a_request_that_ends_is_forgotten(self) -> None:
+        """State that outlives its request is a leak."""
+        drafter = self.make()
+        engine = self.engine(drafter)
+        requests = [weakref.ref(request) for request in engine.planner.waiting]
+        _run(engine)
+        del engine
+        gc.collect()
+        assert not [request for request in requests if request() is not None], (
+            "end(request) must drop whatever refers to the request"
+        )
+        drafter.close()
+
+    def test_the_same_request_again(self) -> None:
+        """What begin and end leave behind would show when a request comes again."""
+        if self.learns:
+            pytest.skip("what it drafts depends on the past on purpose")
+        recorder = _Recorder(self.make())
+        engine = self.engine(recorder)
+        engine.memory.prefix_cache = False  # so that the second time is like the first
+        _run(engine)
+        first, recorder.drafts = recorder.drafts, {}
+        for prompt, params in _LONG.requests:
+            engine.add(prompt, params)
+        _run(engine)
+        assert recorder.drafts == first
+
+    def test_requests_join_leave_and_are_preempted(self) -> None:
+        """Requests that come and go between steps must neither confuse nor break it."""
+        case = Case(SETTINGS["temperature"], vocab_size=4, horizon=5, batch=3, memory="preemption")
+        drafter = self.make()
+        engine = self.engine(drafter, case)
+        engine.step()
+        joined = engine.add([1, 2], SamplingParams(max_new_tokens=4, temperature=1.0, seed=5))
+        gone = engine.add([3], SamplingParams(max_new_tokens=4, temperature=0.0, seed=6))
+        engine.step()
+        engine.cancel(gone)
+        _run(engine)
+        assert joined.output is not None
+        assert joined.output.finish_reason in ("stop", "length")
+        assert not engine.faults
+
+    def test_an_empty_batch(self) -> None:
+        """A step may have nobody to draft for."""
+        drafter = self.make()
+        engine = self.engine(drafter)
+        drafter.propose([], _empty_builder(engine))
+        drafter.observe(Feedback([], [], [], []))
+
+    def test_nothing_added_is_removed(self) -> None:
+        """Dropping or changing a node after a look at it would make its stated law false."""
+        inner = self.make()
+        added: dict[int, int] = {}
+
+        class Watching(_Recorder):
+            def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+                sample, guess = DraftBuilder.sample, DraftBuilder.guess
+                added.clear()
+
+                def note(handles: Sequence[int]) -> None:
+                    known = np.array([h for h in handles if h >= 0], np.int64)
+                    added.update(
+                        zip(known.tolist(), builder.tokens_of(known).tolist(), strict=True)
+                    )
+
+                def watched_sample(self, *arguments, **options):  # type: ignore[no-untyped-def]
+                    handles = sample(self, *arguments, **options)
+                    note(handles.reshape(-1).tolist())
+                    return handles
+
+                def watched_guess(self, *arguments, **options):  # type: ignore[no-untyped-def]
+                    handles = guess(self, *arguments, **options)
+                    note(handles)
+                    return handles
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(DraftBuilder, "sample", watched_sample)
+                    patch.setattr(DraftBuilder, "guess", watched_guess)
+                    super().propose(requests, builder)
+                draft = builder.build()
+                kept = {
+                    builder.handles_of(b, [i])[0]: int(draft.token[b, i])
+                    for b in range(draft.batch)
+                    for i in range(1, int(draft.sizes[b]))
+                }
+                assert kept == added
+
+        engine = self.engine(Watching(inner))
+        _run(engine)
+        assert not engine.faults, dict(engine.faults)
+
+    def test_a_failure_costs_the_draft_only(self) -> None:
+        """Whatever it does before it raises, the text is plain decoding's."""
+
+        class Failing(_Recorder):
+            def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+                super().propose(requests, builder)
+                raise ArithmeticError("on purpose")
+
+        texts = []
+        for drafter in (NoDrafter(), Failing(self.make())):
+            engine = self.engine(drafter)
+            requests = list(engine.planner.waiting)
+            _run(engine)
+            texts.append([request.emitted for request in requests])
+            assert all(request.output is not None for request in requests)
+        assert texts[0] == texts[1]
+
+
+def _empty_builder(engine: Engine) -> DraftBuilder:
+    none = torch.zeros(0, dtype=torch.long, device=engine.info.device)
+    return DraftBuilder(
+        none, none, none, [], SamplingBatch([]), KeyedSource(), "target", engine.info.vocab_size
+    )
+
+
+class VerifierConformance(ABC):
+    """The contract of verifiers."""
+
+    @abstractmethod
+    def make(self) -> Verifier:
+        """A new verifier."""
+
+    @property
+    def _schedulers(self) -> list[Callable[[], Scheduler]]:
+        width = 2 if self.make().supports_trees else 1
+        return [lambda: FixedScheduler(3, 2, width)]
+
+    @pytest.mark.parametrize(
+        "drafter",
+        [
+            lambda: TableDrafter("near"),
+            lambda: TableDrafter("near", width=2),
+            lambda: TableDrafter("identical"),
+            lambda: TableDrafter("disjoint"),
+            lambda: TableDrafter("one_hot"),
+            ScriptedDrafter,
+            MixtureDrafter,
+        ],
+        ids=["chain", "tree", "identical", "disjoint", "one-hot", "scripted", "mixture"],
+    )
+    def test_keeps_the_law(self, drafter: Callable[[], Drafter]) -> None:
+        """Chains and trees, guesses and draws; identical laws leave a residual without mass."""
+        _assert_certified(certify(drafter, self.make, self._schedulers))
+
+    def test_empty_drafts_are_plain_decoding(self) -> None:
+        """Without a draft nothing can be kept, and the law is the target's."""
+        certificate = certify(NoDrafter, self.make, settings={"plain": SETTINGS["temperature"]})
+        assert certificate.max_tv < 1e-9, str(certificate)
+        assert certificate.accepted == 0
+
+    def test_outcomes_do_not_depend_on_the_batch(self) -> None:
+        """The same request, alone and among others, with the same noise."""
+        texts = []
+        for batch in (1, 3):
+            case = Case(SETTINGS["temperature"], vocab_size=4, horizon=8, batch=batch)
+            engine, requests = build_engine(
+                case, lambda: TableDrafter("near", 3), self.make, self._schedulers, KeyedSource()
+            )
+            _run(engine)
+            texts.append(requests[case.watched].emitted)
+        assert texts[0] == texts[1]
+
+    def test_outcomes_are_on_the_tree(self) -> None:
+        """A kept node is a node of the request's own tree, and the next token is in the vocabulary."""
+        verifier = _CheckedVerifier(self.make())
+        case = Case(vocab_size=4, horizon=8, batch=3)
+        engine, _ = build_engine(
+            case, lambda: TableDrafter("near", 3), lambda: verifier, self._schedulers, KeyedSource()
+        )
+        _run(engine)
+        assert verifier.nodes > 0
+
+
+class _CheckedVerifier(Verifier):
+    """Looks at what a verifier decides."""
+
+    def __init__(self, inner: Verifier) -> None:
+        self.inner = inner
+        self.guarantee, self.noise = inner.guarantee, inner.noise  # type: ignore[misc]
+        self.supports_trees = inner.supports_trees  # type: ignore[misc]
+        self.nodes = 0
+
+    def verify(self, draft: Draft, laws: NodeLaws, random: RandomSource) -> Outcome:
+        outcome = self.inner.verify(draft, laws, random)
+        assert outcome.node.shape == outcome.next_token.shape == (draft.batch,)
+        assert ((outcome.node >= 0) & (outcome.node < torch.from_numpy(draft.sizes))).all()
+        assert ((outcome.next_token >= 0) & (outcome.next_token < 4)).all()
+        self.nodes += int(draft.sizes.sum()) - draft.batch
+        return outcome
+
+
+class SchedulerConformance(ABC):
+    """The contract of schedulers."""
+
+    @abstractmethod
+    def make(self) -> Scheduler:
+        """A new scheduler, not yet attached."""
+
+    @pytest.mark.parametrize("verifier", [CoupledVerifier, RejectionVerifier])
+    def test_keeps_the_law(self, verifier: Callable[[], Verifier]) -> None:
+        """Limits and stops that look at a token that is then dropped would change the law."""
+        limit = [self.make, lambda: FixedScheduler(3, 2, 2)]
+        _assert_certified(
+            certify(lambda: TableDrafter("near", width=2), verifier, limit), drafts=False
+        )
+
+    def test_plans_within_the_caps(self) -> None:
+        """One limit for each request, none of it negative, at most the cap."""
+        scheduler = self.attached()
+        for caps in ([], [DraftLimits()], [DraftLimits(3, 2, 2), DraftLimits(8, 1, 4)]):
+            requests = _views(len(caps))
+            limits = scheduler.plan(SchedulerView(requests, caps, len(caps)))
+            assert len(limits) == len(caps)
+            for limit, cap in zip(limits, caps, strict=True):
+                assert limit & cap == limit, f"{limit} exceeds the cap {cap}"
+                assert min(limit.max_nodes, limit.max_depth, limit.max_width) >= 0
+
+    def test_answers_before_a_draw(self) -> None:
+        """One answer for each law, or None."""
+        scheduler = self.attached()
+        for rows in (0, 1, 3):
+            answer = scheduler.before_draw(torch.full((rows, 4), 0.25))
+            if answer is not None:
+                assert answer.shape == (rows,)
+                assert answer.dtype == torch.bool
+
+    def test_observes_any_feedback(self) -> None:
+        """A step may have drafted nothing, or have nobody in it."""
+        scheduler = self.attached()
+        scheduler.observe(Feedback([], [], [], []))
+        scheduler.observe(Feedback(_views(1), [[2]], [[]], [0]))
+        scheduler.observe(Feedback(_views(1), [[2, 1]], [[1]], [2]))
+        self.test_plans_within_the_caps()
+
+    def attached(self) -> Scheduler:
+        """A scheduler attached to a table model."""
+        scheduler = self.make()
+        scheduler.attach(_table_info(_LONG))
+        return scheduler
+
+
+def _table_info(case: Case) -> TargetInfo:
+    runner = table_runner(case)
+    return TargetInfo(
+        "table",
+        case.vocab_size,
+        runner.max_length,
+        (0,),
+        TableTokenizer(case.vocab_size),
+        runner.model,
+        runner.device,
+        runner.dtype,
+    )
+
+
+def _views(count: int) -> list[RequestView]:
+    case = Case(vocab_size=4, batch=max(count, 1))
+    _, requests = build_engine(case, NoDrafter, CoupledVerifier, [], KeyedSource())
+    return list(requests[:count])
