@@ -34,7 +34,7 @@ from specfw.testing import (
 )
 from specfw.testing import strategies as kit
 from specfw.testing.cases import MEMORY_CASES, SETTINGS, build_engine, make_cases
-from specfw.testing.certify import enumerate_case
+from specfw.testing.certification import enumerate_case
 from specfw.testing.conformance import (
     DrafterConformance,
     SchedulerConformance,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, count
 from typing import Literal
 
 from specfw.contracts import Drafter, Scheduler, TargetInfo, Verifier
@@ -51,6 +52,24 @@ SETTINGS: Mapping[str, SamplingParams] = {
     "min tokens": SamplingParams(temperature=1.0, min_new_tokens=2),
     "end of text": SamplingParams(temperature=1.0),
     "stop string": SamplingParams(temperature=1.0, stop=("ba", "bb"), ignore_eos=True),
+    "top-h": SamplingParams(temperature=1.0, top_h=0.6, ignore_eos=True),
+    "typical": SamplingParams(temperature=1.3, typical_p=0.5, ignore_eos=True),
+    "cutoffs": SamplingParams(
+        temperature=1.0, epsilon_cutoff=0.15, eta_cutoff=0.3, ignore_eos=True
+    ),
+    "sequences": SamplingParams(
+        temperature=1.0,
+        sequence_bias=(((0,), 0.5), ((1, 0), -0.9), ((0, 1, 1), 2.0)),
+        bad_words_ids=((1, 1), (0, 0, 0)),
+        ignore_eos=True,
+    ),
+    "n-grams": SamplingParams(temperature=1.0, no_repeat_ngram_size=3, ignore_eos=True),
+    "suppressed": SamplingParams(
+        temperature=1.0, begin_suppress_tokens=(1,), exponential_decay_length_penalty=(0, 1.6)
+    ),
+    "forced end": SamplingParams(
+        temperature=1.0, forced_eos_token_id=(0,), bad_words_ids=((1, 0),), ignore_eos=True
+    ),
 }
 """The settings that a certification walks through; token 0 is the end of text, token 1 the letter b."""
 
@@ -94,11 +113,11 @@ class Case:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """One prompt a request; the watched request's is long where prefill is cut into chunks."""
+        """One prompt a request; the watched request's is the same in every batch."""
         length = {"plain": 2, "preemption": 3, "prefix hit": 5, "chunked prefill": 5}[self.memory]
         lengths = [length if i == self.watched else 3 for i in range(self.batch)]
         return [
-            [(3 * i + j + j * j // 2) % self.vocab_size for j in range(n)]
+            [(3 * (i - self.watched) + j + j * j // 2) % self.vocab_size for j in range(n)]
             for i, n in enumerate(lengths)
         ]
 
@@ -120,6 +139,17 @@ def _limited(params: SamplingParams, horizon: int, seed: int) -> SamplingParams:
     )
 
 
+def _forbids(params: SamplingParams) -> bool:
+    """Whether the settings make tokens impossible that may be all that the target deems possible."""
+    return bool(
+        params.min_new_tokens
+        or params.no_repeat_ngram_size
+        or params.bad_words_ids
+        or params.suppress_tokens
+        or params.begin_suppress_tokens
+    )
+
+
 def make_cases(
     settings: Mapping[str, SamplingParams] = SETTINGS,
     batch_sizes: Sequence[int] = (1, 3),
@@ -133,8 +163,8 @@ def make_cases(
         for j, memory in enumerate(memory_cases):
             turn = i + j
             kind = kinds[turn // 2 % len(kinds)]
-            if params.min_new_tokens:
-                kind = "dense"  # a sure end of text leaves no law when it is forbidden
+            if _forbids(params):
+                kind = "dense"  # a sure token leaves no law when it is forbidden
             vocab_size, horizon = sizes[(i + turn // 2) % len(sizes)]
             batch = batch_sizes[turn % len(batch_sizes)]
             if memory == "preemption":
@@ -184,6 +214,7 @@ def build_engine(
         [make() for make in schedulers],
         source,
         prefill_chunk=chunk,
+        clock=_steady_clock(),
     )
     if case.memory == "prefix hit":
         _fill_cache(engine, case.prompts[case.watched])
@@ -193,6 +224,12 @@ def build_engine(
             params = params.model_copy(update={"seed": seed})
         requests.append(engine.add(prompt, params))
     return engine, requests
+
+
+def _steady_clock() -> Callable[[], float]:
+    """Time that is the same in every run, though uneven, so that what schedulers learn from it is."""
+    times = accumulate(1.0 + number * number % 7 for number in count())
+    return lambda: next(times)
 
 
 def _fill_cache(engine: Engine, prompt: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from specfw.components import Bound
 from specfw.config import PipelineConfig
 from specfw.plugins import PluginManager
 from specfw.testing.cases import Case, make_cases
-from specfw.testing.certify import Certificate, certify
+from specfw.testing.certification import Certificate, certify
 
 __all__ = ["certify_config", "on_tables"]
 

@@ -38,7 +38,7 @@ from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
 from specfw.engine.fixed import FixedScheduler
 from specfw.testing.cases import SETTINGS, Case, build_engine, table_runner
-from specfw.testing.certify import Certificate, certify
+from specfw.testing.certification import Certificate, certify
 from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
 from specfw.testing.table_model import TableTokenizer
 from specfw.types import SamplingParams

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from specfw.decoding.random import RandomSource
@@ -24,6 +25,7 @@ __all__ = [
     "Emission",
     "Enumerated",
     "Law",
+    "NoToken",
     "next_token_law",
     "output_law",
     "target_law",
@@ -31,6 +33,10 @@ __all__ = [
 ]
 
 Vector = NDArray[np.float64]
+
+
+class NoToken(ValueError):
+    """The settings leave no token after some prefix, so that there is no law."""
 
 
 class Emission(NamedTuple):
@@ -67,6 +73,9 @@ def target_law(
         params: the request's settings.
         eos_ids: tokens that end it unless `params.ignore_eos`.
         text_of: the text of emitted tokens, needed for stop strings.
+
+    Raises:
+        NoToken: the settings leave no token after a prefix that can come about.
     """
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
     last = min(horizon, params.max_new_tokens)
@@ -76,7 +85,7 @@ def target_law(
         step = next_token_law(model.law([*prompt, *emitted]), prompt, emitted, params, stop_ids)
         for token in np.flatnonzero(step).tolist():
             longer = (*emitted, token)
-            if reason := _ends(longer, params, stop_ids, last, text_of):
+            if reason := _ends(prompt, longer, params, stop_ids, last, text_of):
                 law[Emission(longer, reason)] += weight * float(step[token])
             else:
                 go_on(longer, weight * float(step[token]))
@@ -92,11 +101,19 @@ def next_token_law(
     params: SamplingParams,
     stop_ids: Iterable[int],
 ) -> Vector:
-    """The law of one token under the settings, in their documented order: [V] -> [V]."""
+    """The law of one token under the settings, in their documented order: [V] -> [V].
+
+    Raises:
+        NoToken: they leave none.
+    """
     with np.errstate(divide="ignore"):
         logits = np.log(law)
+    text = [*prompt, *emitted]
     for token, bias in params.logit_bias.items():
         logits[token] += bias
+    for ids, bias in params.sequence_bias:
+        if _would_complete(text, ids):
+            logits[ids[-1]] += bias
     for token in range(len(logits)):
         count = list(emitted).count(token)
         if count or token in prompt:
@@ -105,11 +122,46 @@ def next_token_law(
             )
         if count:
             logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    for token in range(len(logits)):
+        if _repeats(text, token, params.no_repeat_ngram_size):
+            logits[token] = -np.inf
+    for ids in params.bad_words_ids:
+        if _would_complete(text, ids):
+            logits[ids[-1]] = -np.inf
     if len(emitted) < params.min_new_tokens:
         logits[list(stop_ids)] = -np.inf
+    if params.forced_eos_token_id and len(emitted) == params.max_new_tokens - 1:
+        logits = np.full_like(logits, -np.inf)
+        logits[list(params.forced_eos_token_id)] = 0.0
+    if params.exponential_decay_length_penalty is not None:
+        start, factor = params.exponential_decay_length_penalty
+        for token in stop_ids if len(emitted) > start else ():
+            if np.isfinite(logits[token]):
+                logits[token] += abs(logits[token]) * (factor ** (len(emitted) - start) - 1)
+    logits[list(params.suppress_tokens)] = -np.inf
+    if not emitted:
+        logits[list(params.begin_suppress_tokens)] = -np.inf
+    for processor in params.logits_processors:
+        row = processor(torch.tensor([text]), torch.from_numpy(logits.copy())[None])
+        logits = row[0].numpy()
+    if not np.isfinite(logits).any():
+        raise NoToken(f"no token is left after {text}")
     if params.temperature == 0:
         return _one_hot(logits)
     return _filter(logits / params.temperature, params)
+
+
+def _would_complete(text: Sequence[int], ids: Sequence[int]) -> bool:
+    """Whether the last of `ids` would complete them at the end of `text`."""
+    before = list(ids[:-1])
+    return list(text[len(text) - len(before) :]) == before and len(text) >= len(before)
+
+
+def _repeats(text: Sequence[int], token: int, size: int) -> bool:
+    """Whether `token` would end an n-gram of this size that is in `text` already."""
+    longer = [*text, token]
+    grams = [tuple(longer[i : i + size]) for i in range(len(longer) - size + 1)]
+    return size > 0 and len(grams) > 0 and grams[-1] in grams[:-1]
 
 
 def _one_hot(logits: Vector) -> Vector:
@@ -119,12 +171,13 @@ def _one_hot(logits: Vector) -> Vector:
 
 
 def _filter(logits: Vector, params: SamplingParams) -> Vector:
-    """Top-k (ties with the k-th stay), then top-p, then min-p of softmax(logits)."""
+    """Top-h, top-k (ties with the k-th stay), top-p, min-p, typical, epsilon and eta."""
+    if params.top_h is not None:
+        logits = _top_h(logits, params.top_h)
     if params.top_k is not None and params.top_k < len(logits):
         kth = np.sort(logits)[-params.top_k]
         logits = np.where(logits >= kth, logits, -np.inf)
-    law: Vector = np.exp(logits - logits.max())
-    law /= law.sum()
+    law = _softmax(logits)
     if params.top_p is not None and params.top_p < 1:
         kept, mass = np.zeros(len(law), np.bool_), 0.0
         for token in np.argsort(-law, kind="stable"):  # until the mass is reached
@@ -133,11 +186,60 @@ def _filter(logits: Vector, params: SamplingParams) -> Vector:
         law = np.where(kept, law, 0.0)
     if params.min_p:
         law = np.where(law >= params.min_p * law.max(), law, 0.0)
+    law = law / law.sum()
+    if params.typical_p is not None and params.typical_p < 1:
+        law = _typical(law, params.typical_p)
+    law = _at_least(law, params.epsilon_cutoff)
+    eta = params.eta_cutoff
+    return _at_least(law, min(eta, float(np.sqrt(eta) * np.exp(-_entropy(law)))))
+
+
+def _softmax(logits: Vector) -> Vector:
+    law: Vector = np.exp(logits - logits.max())
+    law /= law.sum()
+    return law
+
+
+def _entropy(law: Vector) -> float:
+    return -sum(float(p * np.log(p)) for p in law if p > 0)
+
+
+def _at_least(law: Vector, bound: float) -> Vector:
+    """Only the tokens of at least this probability, and the most likely one."""
+    law = np.where((law >= bound) | (law == law.max()), law, 0.0)
+    law /= law.sum()
+    return law
+
+
+def _top_h(logits: Vector, share: float) -> Vector:
+    """The most likely tokens, as long as their part of the entropy is at most this share of it."""
+    law = _softmax(logits)
+    kept, entropy = np.zeros(len(law), np.bool_), 0.0
+    for place, token in enumerate(np.argsort(-law, kind="stable")):
+        if law[token] > 0:
+            entropy -= float(law[token] * np.log(law[token]))
+        kept[token] = place == 0 or entropy <= share * _entropy(law)
+    return np.where(kept, logits, -np.inf)
+
+
+def _typical(law: Vector, mass: float) -> Vector:
+    """The tokens whose surprise is nearest the entropy, until they have this mass."""
+    with np.errstate(divide="ignore"):
+        strangeness = np.abs(-np.log(law) - _entropy(law))
+    reached = 0.0
+    last = np.inf
+    for token in np.argsort(strangeness, kind="stable"):
+        last = strangeness[token]
+        reached += law[token]
+        if reached >= mass:
+            break
+    law = np.where(strangeness <= last, law, 0.0)
     law /= law.sum()
     return law
 
 
 def _ends(
+    prompt: Sequence[int],
     emitted: tuple[int, ...],
     params: SamplingParams,
     stop_ids: set[int],
@@ -151,6 +253,9 @@ def _ends(
         text, old = text_of(emitted), len(text_of(emitted[:-1]))
         if any(text.find(stop, max(0, old - len(stop) + 1)) >= 0 for stop in params.stop):
             return "stop"
+    ids = torch.tensor([[*prompt, *emitted]])
+    if any(criterion(ids, None) for criterion in params.stopping_criteria):
+        return "stop"
     return "length" if len(emitted) == last else None
 
 

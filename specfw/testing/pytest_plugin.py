@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from specfw.testing.certify import Certificate
+    from specfw.testing.certification import Certificate
     from specfw.testing.table_model import TableLM
 
 __all__ = ["specfw_certify", "specfw_table_model"]
@@ -16,8 +16,8 @@ __all__ = ["specfw_certify", "specfw_table_model"]
 
 @pytest.fixture
 def specfw_certify() -> Callable[..., Certificate]:
-    """`specfw.testing.certify`: is this combination exact?"""
-    from specfw.testing.certify import certify
+    """`specfw.testing.certification`: is this combination exact?"""
+    from specfw.testing.certification import certify
 
     return certify
 

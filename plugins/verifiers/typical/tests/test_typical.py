@@ -7,7 +7,7 @@ from specfw_plugin_typical import TypicalOptions, TypicalVerifier
 
 from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
-from specfw.testing.certify import Case, certify
+from specfw.testing.certification import Case, certify
 from specfw.testing.drafters import ScriptedDrafter
 from specfw.types import SamplingParams
 
