@@ -203,7 +203,7 @@ class PipelineConfig(BaseModel):
 
     def _placed_target(self, manager: PluginManager) -> Reference:
         """The target with `dtype` and `device` handed on to its options."""
-        target = _target_reference(self.target, manager)
+        target = manager.target_reference(self.target)
         placement = {"dtype": self.dtype, "device": self.device}
         asked = {key: value for key, value in placement.items() if value != "auto"}
         accepted = _option_names(target, manager) if asked else frozenset()
@@ -306,7 +306,7 @@ class _Override:
                     f"override {self.text!r}: the target {value!r} is given as text; write it as a "
                     "mapping with a 'name' to set its options."
                 )
-            value = _target_reference(value, manager)
+            value = manager.target_reference(value)
         return self._promoted(value) if section in _COMPONENTS else value
 
     def _promoted(self, value: Any) -> Any:
@@ -431,19 +431,6 @@ def _parse_target(value: object) -> Reference | str:
     if isinstance(value, str) and value.strip():
         return value.strip()
     return parse_reference("target", value)
-
-
-def _target_reference(target: Reference | str, manager: PluginManager) -> Reference:
-    """Text that names a target component as that component, any other text as a model."""
-    if isinstance(target, Reference):
-        return target
-    model = Reference("transformers", {"model": target})
-    name = target.partition("(")[0].strip()
-    try:
-        manager.component("target", name)
-    except UnknownComponentError:
-        return model
-    return parse_reference("target", target)
 
 
 def _option_names(target: Reference, manager: PluginManager) -> frozenset[str]:

@@ -127,6 +127,12 @@ class Feedback:
     """Per asked-for layer and request, float [rows, H]: the context rows of this pass, the root, the kept nodes."""
     ranked: Sequence[RankedRows] = ()
     """Per request, if the drafter requires `top_k`."""
+    tested: Sequence[int] = ()
+    """Depths per request at which a draft token was tested; all but the last of them, or all, were kept."""
+    rows: int = 0
+    """Rows of this target pass, drafts and prefill chunks included."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time of this step's phases so far: plan, draft, forward, verify, commit."""
 
 
 class Drafter(ABC):
@@ -185,6 +191,7 @@ class Verifier(ABC):
     noise: ClassVar[Literal["target", "draft"]]
     """Which noise drafts are drawn with: the target's own at each position, or fresh for each step."""
     supports_trees: ClassVar[bool] = True
+    """Whether siblings are understood; without, drafts are chains."""
 
     @abstractmethod
     def verify(self, draft: Draft, laws: NodeLaws, random: RandomSource) -> Outcome:
@@ -193,6 +200,18 @@ class Verifier(ABC):
         Ask `laws.rows(node)` only for nodes that are reached, and draw lazily and jointly.
         All chance goes through `random`.
         """
+
+    def plan(self, draft: Draft, laws: NodeLaws) -> torch.Tensor | None:
+        """The plan form: where the walk ends, without chance, if this verifier can tell.
+
+        It looks at every node, not at reached ones only, and `laws` remembers what was not finite;
+        so hand over laws that no walk uses.
+
+        Returns:
+            The probability that each node is the last kept one, given the draft: float [B, N], 0 at
+            padding, each row's sum 1; None from a verifier without a plan form.
+        """
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import threading
 from collections import deque
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from specfw.engine.model_runner import ModelRunner
     from specfw.engine.requests import Request
 
-__all__ = ["Pipeline", "Prompt"]
+__all__ = ["Pipeline", "Prompt", "samples_of"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages with `role` and `content`."""
@@ -84,14 +85,17 @@ class Pipeline:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         progress: bool | None = None,
         **settings: Any,
     ) -> list[Output]:
-        """Decode all prompts together and return one output each, in order.
+        """Decode all prompts together and return one output each (or `n`), in order.
 
         Args:
             prompts: one prompt or several; a prompt is text, token ids or chat messages.
             params: the settings of all requests or of each; the config's `sampling` if left out.
+            n: samples of each prompt, next to each other; the first is what n=1 gives, and the seeds of
+                the others follow from its seed.
             progress: show a progress bar; None does for eight prompts or more on a terminal.
             **settings: fields of `SamplingParams` that replace those of `params`.
 
@@ -100,7 +104,7 @@ class Pipeline:
             CapacityError: a prompt does not fit.
         """
         with (
-            self._submitted(prompts, params, settings) as requests,
+            self._submitted(prompts, params, settings, n) as requests,
             _progress(progress, len(requests)) as show,
         ):
             while unfinished := _unfinished(requests):
@@ -113,6 +117,8 @@ class Pipeline:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
         **settings: Any,
     ) -> Iterator[Piece]:
         """Decode and hand over text as it comes; the last piece of each request carries its output.
@@ -120,7 +126,7 @@ class Pipeline:
         Leaving the iterator early cancels what is unfinished. Arguments are those of `generate`;
         `Piece.index` tells prompts apart.
         """
-        with self._submitted(prompts, params, settings, streams=True) as requests:
+        with self._submitted(prompts, params, settings, n, streams=True) as requests:
             while True:
                 unfinished = _unfinished(requests)  # counted first, so that no last piece is missed
                 yield from _take_pieces(requests)
@@ -132,10 +138,12 @@ class Pipeline:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
         **settings: Any,
     ) -> list[Output]:
         """`generate` for asyncio: steps run in a worker thread."""
-        with self._submitted(prompts, params, settings) as requests:
+        with self._submitted(prompts, params, settings, n) as requests:
             while _unfinished(requests):
                 await asyncio.to_thread(self._step)
         return _outputs(requests)
@@ -144,10 +152,12 @@ class Pipeline:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
         **settings: Any,
     ) -> AsyncIterator[Piece]:
         """`stream` for asyncio."""
-        with self._submitted(prompts, params, settings, streams=True) as requests:
+        with self._submitted(prompts, params, settings, n, streams=True) as requests:
             while True:
                 unfinished = _unfinished(requests)  # counted first, so that no last piece is missed
                 for piece in _take_pieces(requests):
@@ -201,6 +211,7 @@ class Pipeline:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         settings: Mapping[str, Any],
+        n: int,
         streams: bool = False,
     ) -> Iterator[list[Request]]:
         """Queue requests; on leaving, whatever is unfinished is cancelled."""
@@ -215,9 +226,13 @@ class Pipeline:
                     raise ConfigError(
                         "pipeline: expected an open pipeline, got one that was closed; build another"
                     )
-                for index, (prompt, own) in enumerate(zip(each, sampling, strict=True)):
+                for prompt, own in zip(each, sampling, strict=True):
                     tokens = self.encode(prompt)  # here, for tokenizers are not safe in threads
-                    requests.append(self.engine.add(tokens, own, index=index, streams=streams))
+                    for sample in samples_of(own, n):
+                        index = len(requests)
+                        requests.append(
+                            self.engine.add(tokens, sample, index=index, streams=streams)
+                        )
             yield requests
         finally:
             self._abandoned.extend(requests)
@@ -349,7 +364,35 @@ def _as_params(
 
 def _merge(params: SamplingParams, settings: Mapping[str, Any]) -> SamplingParams:
     """`params` with some fields replaced, checked anew."""
-    return SamplingParams(**{**params.model_dump(), **settings}) if settings else params
+    return SamplingParams(**{**dict(params), **settings}) if settings else params
+
+
+def samples_of(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """The settings of `n` samples of one prompt, whose seeds follow from the first one's.
+
+    Raises:
+        ConfigError: n is no positive integer, or all samples would be the same.
+    """
+    if type(n) is not int or n < 1:
+        raise ConfigError(f"n: expected a number of samples from 1, got {n!r}; pass one")
+    if n == 1:
+        return [params]
+    if params.temperature == 0.0:
+        raise ConfigError(
+            f"n: expected 1 at temperature 0, for {n} samples would be the same; raise the temperature"
+        )
+    if params.seed is None:
+        return [params] * n
+    return [
+        params,
+        *(params.model_copy(update={"seed": _seed(params.seed, i)}) for i in range(1, n)),
+    ]
+
+
+def _seed(seed: int, sample: int) -> int:
+    """The seed of another sample than the first."""
+    text = f"{seed & (2**63 - 1)} {sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def _unfinished(requests: Sequence[Request]) -> int:
@@ -389,7 +432,12 @@ def _build_engine(config: PipelineConfig, target: LoadedTarget, bound: Any) -> E
 
     settings = config.engine
     runner = ModelRunner(target.model, settings.prepack)
-    longest = min(runner.max_length, settings.max_length or runner.max_length)
+    longest = settings.max_length or runner.max_length
+    if longest > runner.max_length:
+        raise ConfigError(
+            f"engine: expected max_length of at most {runner.max_length}, which is what the target "
+            f"{target.name!r} can position, got {longest}; lower it or leave it out"
+        )
     tokens = settings.kv_tokens or _kv_tokens(runner, settings.max_batch * longest)
     return Engine(
         runner,

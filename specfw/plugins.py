@@ -141,12 +141,15 @@ class PluginManager:
     def bind(self, kind: Kind, reference: object) -> Bound[Any]:
         """Look a component up and check its options, without building it.
 
-        `reference` takes any form that `specfw.references.parse_reference` does.
+        `reference` takes any form that `specfw.references.parse_reference` does; a target may also
+        be a local folder or a hub id.
 
         Raises:
             ConfigError: the reference or an option is wrong.
             UnknownComponentError, PluginError: as `component` raises them.
         """
+        if kind == "target" and isinstance(reference, str):
+            reference = self.target_reference(reference)
         parsed = parse_reference(kind, reference)
         instance = parsed.instance
         if isinstance(instance, Bound):
@@ -164,6 +167,20 @@ class PluginManager:
                 explain_validation_error(f"{kind} {parsed.name!r}", error, accepted)
             ) from None
         return Bound(kind, parsed.name, component, options)
+
+    def target_reference(self, target: Reference | str) -> Reference:
+        """Text that names a target component as that component, any other text as a model.
+
+        Raises:
+            ConfigError, PluginError: as `component` and `parse_reference` raise them.
+        """
+        if isinstance(target, Reference):
+            return target
+        try:
+            self.component("target", target.partition("(")[0].strip())
+        except UnknownComponentError:
+            return Reference("transformers", {"model": target})
+        return parse_reference("target", target)
 
     def create(self, kind: Kind, name: str, options: Mapping[str, Any] | None = None) -> Any:
         """Build the component `name` from a mapping of its options.

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from specfw.builtins import NoDrafter
-from specfw.contracts import Drafter, RequestView, TargetInfo, Verifier
+from specfw.contracts import Drafter, Outcome, RequestView, TargetInfo, Verifier
 from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.draft import Draft
+from specfw.decoding.probabilities import NodeLaws
 from specfw.decoding.random import KeyedSource, RandomSource
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
@@ -793,3 +795,26 @@ def test_a_request_ends_where_the_context_does() -> None:
     )
     assert output.finish_reason == "length"
     assert prompt + output.token_ids == text
+
+
+def test_chain_verifier_gets_chains() -> None:
+    """A verifier that takes chains only must not be handed a tree."""
+
+    class ChainsOnly(CoupledVerifier):
+        supports_trees = False
+        widest = 0
+
+        def verify(self, draft: Draft, laws: NodeLaws, random: RandomSource) -> Outcome:
+            type(self).widest = max(self.widest, draft.max_width)
+            return super().verify(draft, laws, random)
+
+    class Forks(Drafter):
+        def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+            for root in builder.roots:
+                builder.guess(int(root), [1, 2])
+                builder.guess(int(root), [3, 4])
+
+    engine = make_engine("llama", Forks(), ChainsOnly)
+    engine.add(prompt_of(5), greedy(6))
+    run(engine)
+    assert ChainsOnly.widest == 1

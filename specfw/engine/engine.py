@@ -36,6 +36,7 @@ from specfw.engine.batching import Segment
 from specfw.engine.memory import KVMemory, Transaction
 from specfw.engine.model_runner import ModelRunner, Rows
 from specfw.engine.planning import Plan, Planner, Work
+from specfw.engine.prompt_logprobs import score_prompts, take_prompt_rows
 from specfw.engine.requests import Request
 from specfw.errors import CapacityError, ConfigError
 from specfw.types import FinishReason, Output, SamplingParams
@@ -81,7 +82,7 @@ class StepReport:
     ) -> StepReport:
         drafted = sum(round.drafted for round in rounds)
         return cls(
-            rows=sum(work.context for work in plan.work) + drafted,
+            rows=_rows_scored(plan, rounds),
             admitted=len(plan.admitted),
             preempted=len(plan.preempted),
             drafted=drafted,
@@ -95,12 +96,13 @@ class StepReport:
 class _Clock:
     """Splits the wall time of a step into phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._now = now
+        self._last = now()
 
     def lap(self, phase: str) -> None:
-        now = time.perf_counter()
+        now = self._now()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
@@ -121,7 +123,10 @@ class Engine:
         max_batch: int = 16,
         max_step_tokens: int = 512,
         prefill_chunk: int = 256,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Wire the parts; `clock` gives the time in seconds, which schedulers may learn from."""
+        self._clock = clock
         self.runner, self.memory, self.info = runner, memory, info
         self.drafter, self.verifier, self.schedulers, self.random = (
             drafter,
@@ -130,7 +135,9 @@ class Engine:
             random,
         )
         self.store = runner.new_store(memory.num_slots)
-        self.planner = Planner(memory, schedulers, max_batch, max_step_tokens, prefill_chunk)
+        self.planner = Planner(
+            memory, schedulers, max_batch, max_step_tokens, prefill_chunk, verifier.supports_trees
+        )
         self.max_length = min(info.max_length, memory.num_blocks * memory.block_size)
         self.faults: Counter[str] = Counter()
         """Drafts lost, by cause; each cause is logged once."""
@@ -186,7 +193,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> StepReport:
         """One round for every request that the plan picks; without any, an empty report."""
-        clock = _Clock()
+        clock = _Clock(self._clock)
         plan = self._plan()
         clock.lap("plan")
         if not plan.work:
@@ -203,7 +210,7 @@ class Engine:
             clock.lap("verify")
             rounds = self._commit(plan, draft, builder, laws, outcome, memory)
         clock.lap("commit")
-        self._observe(plan, rounds, draft, builder, rows)
+        self._observe(plan, rounds, draft, builder, rows, clock.seconds)
         finished = [
             self._finish(round.request, round.ends, round.error) for round in rounds if round.ends
         ]
@@ -271,9 +278,11 @@ class Engine:
         index = np.concatenate([np.zeros(0, np.int64), *places])
         tokens = draft.token.reshape(-1)[torch.from_numpy(index).to(draft.token.device)]
         device_tokens = (np.concatenate([np.zeros(0, np.int64), *rows]), tokens)
-        return self.runner.run(
+        score_prompts(work, segments)
+        scored = self.runner.run(
             self.store, segments, device_tokens, self.drafter.requires.hidden_layers
         )
+        return take_prompt_rows(scored, work, segments)
 
     def _commit(
         self,
@@ -329,9 +338,12 @@ class Engine:
                 "error",
                 (
                     f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
-                    "drawn there; check the model's weights and dtype"
+                    "drawn there; check the model's weights and dtype, and whether the request's settings "
+                    "leave any token"
                 ),
             )
+        if (failure := laws.failures.get(b)) is not None:
+            return Round(request, drafted, 0, [], [], "error", failure)
         if non_finite:
             self._stop_drafting(request, "handed over NaN or infinite logits")
         taken, ends = request.emit(
@@ -342,9 +354,8 @@ class Engine:
         tested = min(len(path) + (len(path) < deepest), taken)
         request.count(drafted, tested, len(kept), taken)
         request.add_logprobs(laws, b, [0, *path][:taken])
-        return Round(
-            request, drafted, tested, kept, request.tokens[len(request.tokens) - taken :], ends
-        )
+        emitted = request.tokens[len(request.tokens) - taken :]
+        return Round(request, drafted, tested, kept, emitted, ends, request.stopper.error)
 
     def _compact(self, decoding: Sequence[Work], paths: Sequence[list[int]]) -> None:
         """Move the KV of accepted nodes to the slots of their positions."""
@@ -361,7 +372,13 @@ class Engine:
             )
 
     def _observe(
-        self, plan: Plan, rounds: Sequence[Round], draft: Draft, builder: DraftBuilder, rows: Rows
+        self,
+        plan: Plan,
+        rounds: Sequence[Round],
+        draft: Draft,
+        builder: DraftBuilder,
+        rows: Rows,
+        seconds: dict[str, float],
     ) -> None:
         """Tell the drafter and the schedulers what was kept."""
         told = [(b, round) for b, round in enumerate(rounds) if round.error is None]
@@ -372,6 +389,9 @@ class Engine:
             drafted=[round.drafted for _, round in told],
             hidden=_hidden_of(plan, rounds, rows),
             ranked=_ranked(draft, [b for b, _ in told], rows, self.drafter.requires.top_k),
+            tested=[round.tested for _, round in told],
+            rows=_rows_scored(plan, rounds),
+            seconds=dict(seconds),
         )
         self._guard(self.drafter.observe, feedback.requests, feedback)
         for scheduler in self.schedulers:
@@ -421,10 +441,7 @@ class Engine:
                 f"request: expected prompt token ids from 0 to {self.info.vocab_size - 1}, got {outside}; "
                 "encode the prompt with the target's tokenizer"
             )
-        for name, tokens in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
+        for name, tokens in _token_ids(params).items():
             outside = next(
                 (token for token in tokens if not 0 <= token < self.info.vocab_size), None
             )
@@ -439,6 +456,24 @@ class Engine:
                 f"{'the context' if context else 'the KV memory'} holds, got {len(prompt)}; "
                 f"{'shorten it' if context else 'shorten it or raise engine.kv_tokens'}"
             )
+
+
+def _rows_scored(plan: Plan, rounds: Sequence[Round]) -> int:
+    """Tokens that went through the target."""
+    return sum(work.context for work in plan.work) + sum(round.drafted for round in rounds)
+
+
+def _token_ids(params: SamplingParams) -> dict[str, list[int]]:
+    """The token ids that a request's settings name."""
+    return {
+        "stop_token_ids": list(params.stop_token_ids),
+        "logit_bias": list(params.logit_bias),
+        "sequence_bias": [token for ids, _ in params.sequence_bias for token in ids],
+        "bad_words_ids": [token for ids in params.bad_words_ids for token in ids],
+        "suppress_tokens": list(params.suppress_tokens),
+        "begin_suppress_tokens": list(params.begin_suppress_tokens),
+        "forced_eos_token_id": list(params.forced_eos_token_id),
+    }
 
 
 def _segment(work: Work, draft_parents: NDArray[np.int32] | None) -> Segment:

@@ -65,7 +65,10 @@ class Planner:
         max_batch: int,
         max_step_tokens: int,
         prefill_chunk: int,
+        trees: bool = True,
     ) -> None:
+        """Start empty; without `trees` (the verifier takes chains only) no draft gets siblings."""
+        self._trees = trees
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._memory, self._schedulers = memory, schedulers
@@ -101,7 +104,7 @@ class Planner:
         promised = sum(self._blocks(request, request.uncomputed) for request in self.running)
         while self.waiting and len(self.running) < self._max_batch:
             request = self.waiting[0]
-            request.sequence = self._memory.open(request.tokens)
+            request.sequence = self._memory.open(request.tokens, request.reusable)
             promised += self._blocks(request, request.uncomputed)
             if promised > self._memory.available and self.running:
                 self._release(request)
@@ -151,7 +154,8 @@ class Planner:
             return
         rows = sum(work.context for work in plan.work)
         share = max(0, self._max_step_tokens - rows) // len(decoding)
-        caps = [work.request.draft_cap() & DraftLimits(share, share, share) for work in decoding]
+        widest = share if self._trees else 1
+        caps = [work.request.draft_cap() & DraftLimits(share, share, widest) for work in decoding]
         view = SchedulerView([work.request for work in decoding], caps, rows)
         spare = self._memory.available - sum(
             self._blocks(work.request, work.context) for work in plan.work
