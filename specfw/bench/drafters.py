@@ -16,7 +16,14 @@ import torch
 
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.builtins import NoDrafter
-from specfw.contracts import Drafter, Feedback, RequestView, Requirements, TargetInfo
+from specfw.contracts import (
+    Drafter,
+    Feedback,
+    RequestView,
+    Requirements,
+    TargetInfo,
+    TargetLoader,
+)
 from specfw.decoding.builder import DraftBuilder
 from specfw.engine.engine import StepReport
 from specfw.errors import ConfigError
@@ -139,7 +146,7 @@ def bench_drafters(
         per_category: how many prompts of each category, from the first on; their first turns count.
         tokens: most tokens for each prompt.
         prompts_file: prompts in Spec-Bench's format; the project's own if None.
-        dtype: what the target's weights become.
+        dtype: what the target's weights become; a ready loader keeps its own.
         target: as in a config.
         progress: told what runs now.
 
@@ -153,7 +160,7 @@ def bench_drafters(
         )
     manager = PluginManager()
     switch = _Switch({name: manager.bind("drafter", name).build() for name in drafters})
-    settings = {"dtype": dtype} if target == "demo" else {}
+    settings = {} if isinstance(target, TargetLoader) else {"dtype": dtype}
     result = DraftersBench(tokens, dtype)
     with Pipeline.from_config(
         {"target": target, "drafter": switch, "engine": {"prefix_cache": False}, **settings}

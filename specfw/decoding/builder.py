@@ -269,7 +269,7 @@ class DraftBuilder:
         depth = self._index(self._total_depth(parents))
         path = (
             self._path_tokens(parents)
-            if self._sampling.penalised
+            if self._sampling.reads_path
             else depth.new_empty(len(parents), 0)
         )
         scores = self._sampling.scores(logits, request, path, depth)
@@ -277,7 +277,7 @@ class DraftBuilder:
         return torch.where(scores.amax(-1, keepdim=True) == -torch.inf, 0, scores)
 
     def _path_tokens(self, nodes: Handles) -> Tensor:
-        """Draft tokens from below the root to each node: int64 [M, D], -1 padded."""
+        """Draft tokens from below the root to each node, in order: int64 [M, D], -1 padded in front."""
         columns = []
         while (nodes >= 0).any():
             inner = (nodes >= 0) & (self._total_depth(np.maximum(nodes, 0)) > 0)
@@ -285,7 +285,7 @@ class DraftBuilder:
             columns.append(torch.where(torch.from_numpy(inner).to(tokens.device), tokens, -1))
             above = [self._parent_handle(int(node)) if node >= 0 else -1 for node in nodes]
             nodes = np.array(above, np.int64)
-        return torch.stack(columns, 1)
+        return torch.stack(columns[::-1], 1)
 
     def _take_best(self, parents: Handles, scores: Tensor, room: NDArray[np.int64]) -> Handles:
         width = min(int(room.max()), scores.shape[1])
