@@ -28,8 +28,13 @@ Ints = NDArray[np.int64]
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _LIST_HINT = "use a model that `specfw models` lists as supported"
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""By dtype, in standard deviations of the logits; a real fault is seldom below 1e-2."""
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""By dtype, in standard deviations of the logits; a real fault is seldom below 1e-2.
+
+In bfloat16 the first tokens of a text, which later ones attend to most, round worst: by half a standard
+deviation between a model and its float32 copy. So there only gross faults show; the same code is held to
+1e-4 in float32.
+"""
 
 
 def attention_configs(model: Any) -> list[Any]:
@@ -155,7 +160,7 @@ def probe(runner: ModelRunner) -> float:
             f"{cause}; {_LIST_HINT}"
         ) from cause
     error = _distance(packed, expected)
-    if not error <= _TOLERANCE.get(runner.dtype, 0.2):
+    if not error <= _TOLERANCE.get(runner.dtype, 0.5):
         raise UnsupportedModelError(
             f"{name}: expected the packed forward to equal the model's own, got logits that differ by {error:.2g} "
             f"standard deviations; {_LIST_HINT}"
