@@ -14,7 +14,7 @@ DEMO_WEIGHTS := $(VENV)/.demo-weights
 help:
 	@echo "make venv    install specfw and the plugins here, editable, with pinned dependencies"
 	@echo "make demo    run the demo"
-	@echo "make test    run all tests; PYTEST_ARGS='-k config' passes arguments on"
+	@echo "make test    run all tests; PYTEST_ARGS='-k config' passes arguments on, --deep walks further"
 	@echo "make lint    ruff; make types runs mypy; make wheels builds every wheel into dist/"
 
 venv: $(INSTALLED)
@@ -34,8 +34,9 @@ $(DEMO_WEIGHTS): $(INSTALLED)
 demo: $(DEMO_WEIGHTS)
 	$(BIN)/specfw demo
 
+# One worker a core, each with one thread: two threads of torch on small tensors only wait for each other.
 test: $(DEMO_WEIGHTS)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
