@@ -75,6 +75,9 @@ class Component(Generic[T_co]):
     options: type[Options] = Options
     summary: str = ""
     """One sentence for listings."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Options with which the component can be certified on small models: small limits, quick learning,
+    and no time of its own. `specfw certify --all` uses these; a nested target may be `table`."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from pydantic import (
 
 from specfw.components import CONTRACTS, REFERENCE_SCHEMA, Bound, Kind
 from specfw.contracts import Drafter, Scheduler, TargetLoader, Verifier
-from specfw.errors import ConfigError, UnknownComponentError
+from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
 from specfw.references import Reference, parse_reference
+from specfw.speculative_config import with_speculative_config
 from specfw.types import SamplingParams, explain_validation_error
 
 __all__ = [
@@ -123,6 +124,9 @@ class PipelineConfig(BaseModel):
     mapping (`{"name": "ngram", "k": 5}`) or a ready object. A target may also be a local folder or
     a Hugging Face Hub id, which means `{"name": "transformers", "model": ...}`.
 
+    vLLM's dictionary `speculative_config` is understood in place of `drafter`, for its methods
+    `ngram`, `draft_model` and `suffix`; it also sets the scheduler, unless one is given.
+
     Raises:
         ConfigError: a key or value is wrong.
     """
@@ -150,6 +154,7 @@ class PipelineConfig(BaseModel):
     """Where the target's weights go; `auto` is the loader's choice."""
 
     def __init__(self, **settings: Any) -> None:
+        settings = with_speculative_config(settings)
         if "target" not in settings:
             raise ConfigError(
                 "config: 'target' is missing; give a local folder, a Hugging Face Hub id or the "

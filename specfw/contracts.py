@@ -32,6 +32,7 @@ __all__ = [
     "LoadedTarget",
     "Outcome",
     "RankedRows",
+    "ReadChunk",
     "RequestView",
     "Requirements",
     "Scheduler",
@@ -112,6 +113,17 @@ class RankedRows:
     """Token ids after each node, best first, [N, top_k], by the target's raw logits."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadChunk:
+    """A part of a request's tokens that the target ran in a step in which the request emitted nothing."""
+
+    request: RequestView
+    first: int
+    """Position of its first row."""
+    hidden: Mapping[int, torch.Tensor]
+    """Per asked-for layer, float [rows, H]."""
+
+
 @dataclass(slots=True)
 class Feedback:
     """What became of one step, for the requests that drafted or emitted in it."""
@@ -125,6 +137,8 @@ class Feedback:
     """Draft nodes per request."""
     hidden: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     """Per asked-for layer and request, float [rows, H]: the context rows of this pass, the root, the kept nodes."""
+    chunks: Sequence[ReadChunk] = ()
+    """If the drafter requires hidden states: what was read of long prompts, whose requests are not in `requests`."""
     ranked: Sequence[RankedRows] = ()
     """Per request, if the drafter requires `top_k`."""
     tested: Sequence[int] = ()
@@ -144,6 +158,9 @@ class Drafter(ABC):
     """
 
     requires: ClassVar[Requirements] = Requirements()
+    reads_ahead: ClassVar[bool] = False
+    """Whether `propose` takes requests whose tokens go beyond the committed ones as given, for that call
+    only, and so can continue what another drafter guessed."""
 
     def attach(self, target: TargetInfo) -> None:
         """Prepare for this target; called once before any request.

@@ -17,10 +17,13 @@ PLUGIN_CODE = [path for path in PLUGINS if "tests" not in path.parts]
 
 PUBLIC_FACE = (
     "specfw",
+    "specfw.acceptance",
     "specfw.components",
     "specfw.contracts",
+    "specfw.costs",
     "specfw.errors",
     "specfw.hookspecs",
+    "specfw.probing",
     "specfw.runner",
     "specfw.types",
 )

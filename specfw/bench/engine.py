@@ -77,7 +77,7 @@ def bench_engine(
         ]
         prompts = (prompts * 16)[:: max(1, len(prompts) // 16)][:16]
         pad = pipeline.engine.info.eos_token_ids[0]
-        settings = GenerationConfig(
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=tokens,
             do_sample=False,
             eos_token_id=model.config.vocab_size,

@@ -21,6 +21,37 @@ def _bench() -> None:
     """Measure speed on the demo model."""
 
 
+@app.command("drafters")
+def drafters(
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="A name or an expression; may be repeated.")
+    ] = None,
+    per_category: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 128,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
+    as_json: JsonOutput = False,
+) -> None:
+    """Drafters against drafting nothing, by category of prompts."""
+    from specfw.bench.drafters import bench_drafters
+
+    console = Console(stderr=True)
+    chosen = drafter or ["ngram", "suffix", "recycling", "merge(suffix, recycling)"]
+    with console.status("loading") as status:
+        result = bench_drafters(
+            chosen, per_category, tokens, prompts, dtype, progress=status.update
+        )
+    if markdown is not None:
+        markdown.write_text(result.markdown(), encoding="utf-8")
+    if as_json:
+        print_json(result.mapping())
+    else:
+        print(result.markdown())
+
+
 @app.command("engine")
 def engine(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,

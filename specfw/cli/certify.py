@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ from specfw.cli.options import (
     print_json,
     read_config,
 )
+from specfw.components import Kind
+from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
 
 __all__ = ["NAME", "command"]
@@ -31,6 +34,19 @@ def command(
     deep: Annotated[
         bool, typer.Option("--deep", help="Walk longer texts over more tokens.")
     ] = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Walk every combination of what is installed, or of what is named."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="With --all: a folder for certificate.json and certificate.md."),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="With --all: processes that share the work.")
+    ] = 2,
     config: ConfigFile = None,
     overrides: Overrides = None,
     as_json: JsonOutput = False,
@@ -39,6 +55,14 @@ def command(
 
     Exit code 1 if its guarantee is broken.
     """
+    if every:
+        if config or overrides:
+            raise ConfigError(
+                "certify: expected --all alone or with names of components, got a config or --set as well; "
+                "leave these out"
+            )
+        _certify_all(drafter, verifier, scheduler, deep, out, processes, as_json)
+        return
     from specfw.testing.configured import certify_config
 
     manager = PluginManager()
@@ -69,6 +93,40 @@ def command(
             )
         print(certificate)
     if not certificate.ok:
+        raise typer.Exit(1)
+
+
+def _certify_all(
+    drafter: str | None,
+    verifier: str | None,
+    schedulers: list[str] | None,
+    deep: bool,
+    out: Path | None,
+    processes: int,
+    as_json: bool,
+) -> None:
+    """Certify all combinations; exit code 1 if one breaks its guarantee or fails."""
+    from specfw.testing.matrix import certify_all
+
+    named: dict[Kind, list[str]] = {
+        "drafter": [drafter] if drafter else [],
+        "verifier": [verifier] if verifier else [],
+        "scheduler": schedulers or [],
+    }
+    with Console(stderr=True).status("enumerating") as status:
+        matrix = certify_all(
+            deep=deep,
+            processes=processes,
+            only=named,
+            progress=lambda done, total: status.update(f"combination {done} of {total}"),
+        )
+    if out is not None:
+        matrix.write(out)
+    if as_json:
+        print_json(matrix.mapping())
+    else:
+        print(matrix.summary())
+    if not matrix.ok:
         raise typer.Exit(1)
 
 

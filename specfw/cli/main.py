@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from specfw.cli import bench, certify, config, demo, generate, models, plugins
+from specfw.cli import bench, certify, chat, config, demo, generate, models, plugins, profile
 from specfw.errors import SpecfwError
 from specfw.plugins import PluginManager
 from specfw.version import __version__
@@ -24,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (generate, demo, plugins, models, certify, config):
+for module in (generate, chat, demo, plugins, models, certify, profile, config):
     app.command(module.NAME)(module.command)
 app.add_typer(bench.app, name="bench")
 

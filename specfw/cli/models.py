@@ -19,9 +19,13 @@ def command(as_json: JsonOutput = False) -> None:
     """List the surveyed model types: supported, refused (and why), or not surveyed (and why)."""
     survey = surveyed_models()
     if as_json:
-        print_json({"transformers": survey.transformers, "models": [asdict(row) for row in survey.rows]})
+        print_json(
+            {"transformers": survey.transformers, "models": [asdict(row) for row in survey.rows]}
+        )
         return
-    table = Table("model type", "verdict", "why", title=f"Causal models of transformers {survey.transformers}")
+    table = Table(
+        "model type", "verdict", "why", title=f"Causal models of transformers {survey.transformers}"
+    )
     for row in survey.rows:
         table.add_row(row.model_type, row.verdict, row.reason)
     Console().print(table)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from specfw.contracts import Outcome, Verifier
 from specfw.decoding.draft import Draft, nothing
+from specfw.decoding.plan_form import plan_from_shares
 from specfw.decoding.probabilities import NodeLaws
 from specfw.decoding.random import RandomSource
 from specfw.types import Guarantee
@@ -43,3 +45,22 @@ class CoupledVerifier(Verifier):
             if nothing(live):
                 break
         return Outcome(node, token)
+
+    def plan(self, draft: Draft, laws: NodeLaws) -> Tensor:
+        """Takes every token for a guess: one drawn under the target's noise is kept more often."""
+        return plan_from_shares(draft, laws, self._follow_children)
+
+    @staticmethod
+    def _follow_children(draft: Draft, node: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+        """The law over (child 0 .. W-1, none), [B, W + 1], and `law` without the children, [B, V]."""
+        rows = torch.arange(len(node), device=node.device)
+        share = law.new_zeros(len(node), draft.max_width + 1)
+        left = law.clone()
+        for rank in range(draft.max_width):
+            child = draft.children[rows, node, rank]
+            token = draft.token[rows, child.clamp_min(0)]
+            followed = (child >= 0) & (draft.child_with(node, token) == child)
+            share[:, rank] = torch.where(followed, left[rows, token], 0)
+            left[rows, token] = torch.where(followed, 0, left[rows, token])
+        share[:, draft.max_width] = left.sum(-1)
+        return share, left

@@ -74,7 +74,8 @@ class Draft:
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Nodes per request, the root included: [B]."""
-        return self.valid.sum(1, dtype=np.int64)
+        sizes: NDArray[np.int64] = self.valid.sum(1, dtype=np.int64)
+        return sizes
 
     @cached_property
     def max_depth(self) -> int:
@@ -125,6 +126,10 @@ class Draft:
     def path(self, request: int, node: int) -> list[int]:
         """Nodes from the root (left out) to `node` of one request."""
         return [int(i) for i in self.paths[request, node] if i >= 0]
+
+    def mean_depth(self, stop: Tensor) -> Tensor:
+        """Expected draft tokens kept, float [B], if the walk ends at each node with chance `stop` [B, N]."""
+        return (stop * self._device_depth).sum(-1)
 
     def child_with(self, node: Tensor, token: Tensor) -> Tensor:
         """The first child of `node` [B] that carries `token` [B]: int64 [B], -1 where there is none."""

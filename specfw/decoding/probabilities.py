@@ -6,7 +6,8 @@ touches is known on the host. Orders and formulas follow transformers' logits pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specfw.decoding.draft import Draft, nothing
+from specfw.decoding.history import Cells, History, ProcessorError
+from specfw.decoding.warping import Warping, column, index_of
 from specfw.types import SamplingParams
 
 __all__ = ["NodeLaws", "SamplingBatch", "SamplingState"]
 
 
 class SamplingState:
-    """What one request's law depends on beyond the logits: settings, stop tokens, token counts.
+    """What one request's law depends on beyond the logits: settings, stop tokens, its tokens so far.
 
-    Token counts live on the device and exist only if a penalty is set.
+    Whatever rows of the vocabulary's width that takes live on the device, and exist only if a
+    setting needs them.
     """
 
     def __init__(
@@ -34,6 +38,13 @@ class SamplingState:
         vocab_size: int,
         device: torch.device,
     ) -> None:
+        def mask(tokens: Sequence[int]) -> Tensor | None:
+            if not tokens:
+                return None
+            row = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            row[torch.tensor(list(tokens), dtype=torch.long, device=device)] = True
+            return row
+
         self.params = params
         self.emitted = len(output)
         self.penalised = (
@@ -42,11 +53,13 @@ class SamplingState:
             or params.frequency_penalty != 0.0
         )
         self.stop_ids = [token for token in stop_ids if token < vocab_size]
-        self.bias: Tensor | None = None
-        if params.logit_bias:
-            self.bias = torch.zeros(vocab_size, dtype=torch.float64, device=device)
-            for token, value in params.logit_bias.items():
-                self.bias[token] = value
+        self.bias = _bias_row(params, vocab_size, device)
+        self.bad = mask([ids[0] for ids in params.bad_words_ids if len(ids) == 1])
+        self.suppressed = mask(params.suppress_tokens)
+        self.begin_suppressed = mask(params.begin_suppress_tokens)
+        self.forced = mask(params.forced_eos_token_id)
+        self.history = History(params, prompt, output) if History.needed(params) else None
+        """What is read on the host; None if nothing is."""
         self.prompt_seen: Tensor | None = None
         self.counts: Tensor | None = None
         if self.penalised:
@@ -58,6 +71,8 @@ class SamplingState:
     def advance(self, tokens: Sequence[int]) -> None:
         """Tokens were committed."""
         self.emitted += len(tokens)
+        if self.history is not None:
+            self.history.advance(tokens)
         if self.counts is not None:
             self._count(tokens)
 
@@ -67,85 +82,167 @@ class SamplingState:
         self.counts.index_add_(0, index, torch.ones_like(index, dtype=self.counts.dtype))
 
 
+def _bias_row(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
+    """What is added to the scores whatever came before, float64 [V]; None if nothing is."""
+    single = [(ids[0], bias) for ids, bias in params.sequence_bias if len(ids) == 1]
+    if not params.logit_bias and not single:
+        return None
+    row = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+    for token, bias in [*params.logit_bias.items(), *single]:
+        row[token] += bias
+    return row
+
+
 class SamplingBatch:
     """The sampling settings of the B requests of a step."""
 
     def __init__(self, states: Sequence[SamplingState]) -> None:
+        def where(has: Callable[[SamplingState], bool]) -> NDArray[np.bool_]:
+            return np.array([has(state) for state in states], np.bool_)
+
         self._states = states
-        params = [state.params for state in states]
-        self.greedy = np.array([p.temperature == 0.0 for p in params], np.bool_)
-        self.penalised = any(state.penalised for state in states)
-        """Whether any law depends on the drafted path, so that it must be looked up."""
-        self._biased = np.array([state.bias is not None for state in states], np.bool_)
-        self._penalised = np.array([state.penalised for state in states], np.bool_)
+        self._warping = Warping([state.params for state in states])
+        self.greedy = self._warping.greedy
+        self._biased = where(lambda state: state.bias is not None)
+        self._penalised = where(lambda state: state.penalised)
+        self._bad = where(lambda state: state.bad is not None)
+        self._suppressed = where(lambda state: state.suppressed is not None)
+        self._begin_suppressed = where(
+            lambda state: state.begin_suppressed is not None and state.emitted == 0
+        )
+        self._forced = where(lambda state: state.forced is not None)
+        self._hastened = where(
+            lambda state: state.params.exponential_decay_length_penalty is not None
+        )
+        self._remembers = where(lambda state: state.history is not None)
+        self._processes = where(lambda state: state.history is not None and state.history.processes)
         self._emitted = np.array([state.emitted for state in states], np.int64)
-        self._minimum = np.array([p.min_new_tokens for p in params], np.int64)
-        self._temperature = np.array([p.temperature or 1.0 for p in params])
-        self._top_k = np.array([p.top_k or 0 for p in params], np.int64)
-        self._top_p = np.array([1.0 if p.top_p is None else p.top_p for p in params])
-        self._min_p = np.array([p.min_p or 0.0 for p in params])
+        self._minimum = np.array([state.params.min_new_tokens for state in states], np.int64)
+        self._last = np.array([state.params.max_new_tokens - 1 for state in states], np.int64)
+
+    @property
+    def reads_path(self) -> bool:
+        """Whether any law depends on the drafted path, so that it must be looked up."""
+        return bool(self._penalised.any() or self._remembers.any())
 
     def scores(
-        self, logits: Tensor, request: NDArray[np.int64], path: Tensor, depth: Tensor
+        self,
+        logits: Tensor,
+        request: NDArray[np.int64],
+        path: Tensor,
+        depth: Tensor,
+        failures: dict[int, str] | None = None,
     ) -> Tensor:
-        """Logits after bias, penalties and minimum length, in float32 at least: [M, V].
+        """Logits after everything but temperature and filters, in float32 at least: [M, V].
 
         Args:
             logits: [M, V].
             request: which of the B requests each row belongs to, [M].
-            path: the draft tokens between the committed text and the row, int64 [M, D], -1 padded
-                (on any side); read only where `penalised`.
+            path: the draft tokens between the committed text and the row, in order, int64 [M, D],
+                -1 padded (on any side); read only if `reads_path`.
             depth: how many draft tokens that are, int64 [M].
+            failures: gets a sentence for each request whose logits processor failed; such rows
+                are left as they were before the processors.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
+        paths = self._host_paths(request, path)
         scores = self._add_bias(scores, request)
+        scores = self._add_cells(scores, request, paths, History.biases)
         scores = self._penalise(scores, request, path)
-        return self._forbid_early_stop(scores, request, depth)
+        scores = self._add_cells(scores, request, paths, History.bans)
+        scores = self._ban(scores, request, self._bad, lambda state: state.bad)
+        scores = self._forbid_early_stop(scores, request, depth)
+        scores = self._force_end(scores, request, depth)
+        scores = self._hasten_end(scores, request, depth)
+        scores = self._ban(scores, request, self._suppressed, lambda state: state.suppressed)
+        scores = self._suppress_first(scores, request, depth)
+        return self._process(scores, request, paths, {} if failures is None else failures)
 
     def laws(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
-        """Probabilities of score rows [M, V] after temperature, top-k, top-p and min-p.
+        """Probabilities of score rows [M, V] after temperature and filters.
 
         Temperature 0 gives the one-hot law of the highest score (the lowest id on ties).
         """
-        greedy = self.greedy[request]
-        if greedy.all():
-            return _one_hot(scores)
-        if not greedy.any():
-            return self._warp(scores, request)
-        law = torch.empty_like(scores)
-        for rows, shape in ((np.flatnonzero(greedy), None), (np.flatnonzero(~greedy), request)):
-            part = scores[_index(rows, scores)]
-            law[_index(rows, scores)] = (
-                _one_hot(part) if shape is None else self._warp(part, shape[rows])
-            )
-        return law
+        return self._warping.laws(scores, request)
+
+    def _host_paths(self, request: NDArray[np.int64], path: Tensor) -> dict[int, list[int]]:
+        """The paths of the rows that need them on the host; on an accelerator this waits."""
+        rows = np.flatnonzero(self._remembers[request])
+        if not len(rows):
+            return {}
+        tokens = path[index_of(rows, path)].tolist()
+        return {
+            int(row): [token for token in one if token >= 0]
+            for row, one in zip(rows, tokens, strict=True)
+        }
 
     def _add_bias(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
         rows = np.flatnonzero(self._biased[request])
         if not len(rows):
             return scores
         bias = torch.stack([self._states[request[row]].bias for row in rows])
-        return scores.index_add(0, _index(rows, scores), bias.to(scores.dtype))
+        return scores.index_add(0, index_of(rows, scores), bias.to(scores.dtype))
+
+    def _add_cells(
+        self,
+        scores: Tensor,
+        request: NDArray[np.int64],
+        paths: dict[int, list[int]],
+        rule: Callable[[History, Sequence[int]], Cells],
+    ) -> Tensor:
+        """Add what a rule of histories says."""
+        cells = [
+            (row, token, value)
+            for row, path in paths.items()
+            for token, value in rule(self._history(request[row]), path)
+        ]
+        if not cells:
+            return scores
+        rows, tokens, values = zip(*cells, strict=True)
+        index = (
+            torch.tensor(rows, device=scores.device),
+            torch.tensor(tokens, device=scores.device),
+        )
+        added = torch.tensor(values, dtype=scores.dtype, device=scores.device)
+        return scores.index_put(index, added, accumulate=True)
 
     def _penalise(self, scores: Tensor, request: NDArray[np.int64], path: Tensor) -> Tensor:
         rows = np.flatnonzero(self._penalised[request])
         if not len(rows):
             return scores
-        index = _index(rows, scores)
+        index = index_of(rows, scores)
         states = [self._states[request[row]] for row in rows]
         counts = torch.stack([state.counts for state in states])
         tokens = path[index]
         counts.scatter_add_(1, tokens.clamp_min(0), (tokens >= 0).to(counts.dtype))
         seen = torch.stack([state.prompt_seen for state in states]) | (counts > 0)
-        repetition = self._column([state.params.repetition_penalty for state in states], scores)
-        frequency = self._column([state.params.frequency_penalty for state in states], scores)
-        presence = self._column([state.params.presence_penalty for state in states], scores)
+        repetition = column([state.params.repetition_penalty for state in states], scores)
+        frequency = column([state.params.frequency_penalty for state in states], scores)
+        presence = column([state.params.presence_penalty for state in states], scores)
         part = scores[index]
         repeated = torch.where(part < 0, part * repetition, part / repetition)
         part = torch.where(seen, repeated, part)
         counts = counts.to(part.dtype)
         part = part - frequency * counts - presence * (counts > 0)
         return scores.index_copy(0, index, part)
+
+    def _ban(
+        self,
+        scores: Tensor,
+        request: NDArray[np.int64],
+        chosen: NDArray[np.bool_],
+        mask_of: Callable[[SamplingState], Any],
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """Forbid the tokens of a mask [V] in the rows of chosen requests (where `only` [M] is set)."""
+        rows = np.flatnonzero(chosen[request])
+        if not len(rows):
+            return scores
+        index = index_of(rows, scores)
+        mask = torch.stack([mask_of(self._states[request[row]]) for row in rows])
+        if only is not None:
+            mask = mask & only[index][:, None]
+        return scores.index_copy(0, index, scores[index].masked_fill(mask, -torch.inf))
 
     def _forbid_early_stop(
         self, scores: Tensor, request: NDArray[np.int64], depth: Tensor
@@ -164,77 +261,68 @@ class SamplingBatch:
             (rows, tokens), torch.where(early[rows], -torch.inf, scores[rows, tokens])
         )
 
-    def _warp(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
-        temperature = self._column(self._temperature[request], scores)
-        scores = (scores - scores.amax(-1, keepdim=True)) / temperature
-        scores = self._keep_top_k(scores, self._top_k[request])
-        law = scores.softmax(-1)
-        filtered = self._keep_min_p(
-            self._keep_top_p(law, self._top_p[request]), self._min_p[request]
-        )
-        return law if filtered is law else filtered / filtered.sum(-1, keepdim=True)
-
-    def _keep_top_k(self, scores: Tensor, top_k: NDArray[np.int64]) -> Tensor:
-        top_k = np.minimum(top_k, scores.shape[-1])
-        rows = np.flatnonzero(top_k)
+    def _force_end(self, scores: Tensor, request: NDArray[np.int64], depth: Tensor) -> Tensor:
+        """At the last position, leave the forced tokens only, all alike."""
+        rows = np.flatnonzero(self._forced[request])
         if not len(rows):
             return scores
-        index = _index(rows, scores)
-        part = scores[index]
-        best = part.topk(int(top_k.max()), -1).values
-        kth = best.gather(1, _index(top_k[rows] - 1, scores)[:, None])
-        return scores.index_copy(0, index, part.masked_fill(part < kth, -torch.inf))
+        index = index_of(rows, scores)
+        forced = torch.stack([self._states[request[row]].forced for row in rows])
+        left = index_of((self._last - self._emitted)[request[rows]], scores)
+        part = torch.zeros_like(scores[index]).masked_fill(~forced, -torch.inf)
+        last = (depth[index] == left)[:, None]
+        return scores.index_copy(0, index, torch.where(last, part, scores[index]))
 
-    def _keep_top_p(self, law: Tensor, top_p: NDArray[np.float64]) -> Tensor:
-        rows = np.flatnonzero(top_p < 1.0)
-        if not len(rows):
-            return law
-        index = _index(rows, law)
-        return law.index_copy(0, index, _nucleus(law[index], self._column(top_p[rows], law)))
+    def _hasten_end(self, scores: Tensor, request: NDArray[np.int64], depth: Tensor) -> Tensor:
+        """Raise the scores of stop tokens, exponentially from some length on."""
+        rows = np.flatnonzero(self._hastened[request])
+        cells = [(row, token) for row in rows for token in self._states[request[row]].stop_ids]
+        if not cells:
+            return scores
+        start, factor = np.zeros(len(request)), np.ones(len(request))
+        for row in rows:
+            given = self._states[request[row]].params.exponential_decay_length_penalty
+            start[row], factor[row] = given or (0, 1.0)
+        over = depth - index_of((start - self._emitted[request]).astype(np.int64), scores)
+        growth = column(factor, scores)[:, 0].double() ** over.clamp_min(0) - 1
+        at, tokens = torch.tensor(cells, device=scores.device).T
+        old = scores[at, tokens]
+        raised = old + (old.abs() * growth[at].to(old.dtype)).masked_fill(~old.isfinite(), 0)
+        return scores.index_put((at, tokens), raised)
 
-    def _keep_min_p(self, law: Tensor, min_p: NDArray[np.float64]) -> Tensor:
-        rows = np.flatnonzero(min_p)
-        if not len(rows):
-            return law
-        index = _index(rows, law)
-        part = law[index]
-        least = self._column(min_p[rows], law) * part.amax(-1, keepdim=True)
-        return law.index_copy(0, index, torch.where(part >= least, part, 0))
-
-    @staticmethod
-    def _column(values: Sequence[float] | NDArray[np.float64], like: Tensor) -> Tensor:
-        return torch.tensor(np.asarray(values), dtype=like.dtype, device=like.device)[:, None]
-
-
-def _index(rows: NDArray[np.int64], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows, np.int64)).to(like.device)
-
-
-_MOST_LIKELY = 1024
-"""Tokens that are tried first for a nucleus on CPUs, where sorting a whole vocabulary takes long."""
-
-
-def _nucleus(law: Tensor, mass: Tensor) -> Tensor:
-    """`law` [M, V] with zeros outside the smallest set of most likely tokens of at least `mass` [M, 1]."""
-    if law.device.type == "cpu" and law.shape[-1] > _MOST_LIKELY:
-        ordered, order = law.topk(_MOST_LIKELY, -1)
-        enough = ordered.sum(-1, keepdim=True) >= mass
-        kept = _keep_mass(law, ordered, order, mass)
-        if bool(enough.all()):
-            return kept
-        return torch.where(
-            enough, kept, _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass)
+    def _suppress_first(self, scores: Tensor, request: NDArray[np.int64], depth: Tensor) -> Tensor:
+        """Forbid some tokens as the first of the text."""
+        return self._ban(
+            scores,
+            request,
+            self._begin_suppressed,
+            lambda state: state.begin_suppressed,
+            only=depth == 0,
         )
-    return _keep_mass(law, *law.sort(dim=-1, descending=True, stable=True), mass)
 
+    def _process(
+        self,
+        scores: Tensor,
+        request: NDArray[np.int64],
+        paths: dict[int, list[int]],
+        failures: dict[int, str],
+    ) -> Tensor:
+        """Call the requests' own logits processors, a row at a time."""
+        rows = np.flatnonzero(self._processes[request])
+        if len(rows):
+            scores = scores.clone()
+        for row in rows.tolist():
+            try:
+                history = self._history(request[row])
+                scores[row] = history.process(scores[row], paths[row])
+            except ProcessorError as error:
+                failures.setdefault(int(request[row]), str(error))
+        return scores
 
-def _keep_mass(law: Tensor, ordered: Tensor, order: Tensor, mass: Tensor) -> Tensor:
-    above = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(law).scatter_(1, order, torch.where(above < mass, ordered, 0))
-
-
-def _one_hot(scores: Tensor) -> Tensor:
-    return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
+    def _history(self, request: int) -> History:
+        history = self._states[request].history
+        assert history is not None
+        return history
 
 
 class NodeLaws:
@@ -254,14 +342,16 @@ class NodeLaws:
         self._draft = draft
         self._sampling = sampling
         self._every = np.arange(draft.batch)
+        self.failures: dict[int, str] = {}
+        """Requests whose logits processor failed at a reached node, and what it did."""
         self.failed_at = torch.full_like(draft.start, -1)
         """int64 [B]: the first reached position with NaN or infinite logits or none left by the settings, else -1."""
 
     def rows(self, node: Tensor) -> Tensor:
         """The law of the token after `node`, int64 [B], of each request: float [B, V]."""
         logits = self._logits.index_select(0, self._first_row + node)
-        depth, path = self._draft.history(node, with_path=self._sampling.penalised)
-        scores = self._sampling.scores(logits, self._every, path, depth)
+        depth, path = self._draft.history(node, with_path=self._sampling.reads_path)
+        scores = self._sampling.scores(logits, self._every, path, depth, self.failures)
         bad = ~scores.amax(-1).isfinite()  # NaN and infinity pass through the settings
         self.failed_at = torch.where(
             bad & (self.failed_at < 0), self._draft.start + depth + 1, self.failed_at

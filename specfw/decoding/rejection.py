@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specfw.contracts import Outcome, Verifier
 from specfw.decoding.draft import Draft, nothing
+from specfw.decoding.plan_form import plan_from_shares
 from specfw.decoding.probabilities import NodeLaws
 from specfw.decoding.random import Purpose, RandomSource, Site
 from specfw.types import Guarantee
@@ -48,6 +49,9 @@ class RejectionVerifier(Verifier):
             left = torch.where(live[:, None], laws.rows(node), left)
         token = random.categorical(left, Site(Purpose.RESIDUAL, draft.seed, draft.start))
         return Outcome(node, token)
+
+    def plan(self, draft: Draft, laws: NodeLaws) -> Tensor:
+        return plan_from_shares(draft, laws, self._test_children)
 
     @staticmethod
     def _test_children(draft: Draft, node: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:

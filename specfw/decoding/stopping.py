@@ -6,7 +6,8 @@ such a block, and the earliest end in token order wins, whichever rule it comes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from specfw.decoding.detokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from specfw.errors import ConfigError, ContractError
@@ -26,7 +27,11 @@ class Stopper:
        `min_new_tokens` tokens, this one included, are emitted. One completed earlier is ordinary
        text for good. Of several, the one completed first in the text counts; of those completed by
        the same character, the longest.
-    3. The token number `max_new_tokens` ends the request with "length".
+    3. A stopping criterion that is true of the text so far ends it with "stop", at any length.
+    4. After `max_time` seconds, counted from the beginning, a token ends it with "length".
+    5. The token number `max_new_tokens` ends the request with "length".
+
+    A criterion that raises, or is neither true nor false, ends it with "error".
 
     `token_ids` end with the token that ended the request. `text` is their text without special
     tokens, cut where the stop string begins (with `include_stop`, where it ends), so
@@ -42,7 +47,9 @@ class Stopper:
     finish_reason: FinishReason | None
     """Why the request ended; None while it runs."""
     stop_reason: str | int | None
-    """The stop string, or the EOS or stop token id, that ended the request; None if none did."""
+    """What ended the request: stop string, token id, criterion's name or "max_time"; None if none did."""
+    error: str | None
+    """What a stopping criterion did wrong, as one sentence."""
 
     def __init__(
         self,
@@ -50,6 +57,7 @@ class Stopper:
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
         prompt_token_ids: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError(
@@ -59,8 +67,10 @@ class Stopper:
         self.token_ids = []
         self.finish_reason = None
         self.stop_reason = None
+        self.error = None
         self._params = params
-        self._prompt_tokens = len(prompt_token_ids)
+        self._prompt = list(prompt_token_ids)
+        self._clock, self._began = clock, clock()
         self._stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self._stop_ids |= frozenset(eos_token_ids)
@@ -79,7 +89,7 @@ class Stopper:
     @property
     def usage(self) -> Usage:
         """Prompt tokens and emitted tokens."""
-        return Usage(self._prompt_tokens, len(self.token_ids))
+        return Usage(len(self._prompt), len(self.token_ids))
 
     def push(self, token_id: int) -> FinishReason | None:
         """Take the next emitted token and say whether the request ends with it.
@@ -139,7 +149,35 @@ class Stopper:
             return "stop"
         if self._params.stop and self._completes_stop_string():
             return "stop"
+        if self._params.stopping_criteria and (reason := self._ask_criteria()):
+            return reason
+        if (
+            self._params.max_time is not None
+            and self._clock() - self._began > self._params.max_time
+        ):
+            self.stop_reason = "max_time"
+            return "length"
         return "length" if count >= self._params.max_new_tokens else None
+
+    def _ask_criteria(self) -> FinishReason | None:
+        import torch  # here, so that only those who have criteria pay for it
+
+        ids = torch.tensor([self._prompt + self.token_ids], dtype=torch.long)
+        for criterion in self._params.stopping_criteria:
+            name = str(getattr(criterion, "__name__", type(criterion).__name__))
+            try:
+                ends = bool(criterion(ids, None))
+            except Exception as error:
+                self.error = (
+                    f"stopping criterion {name}: expected true or false after token "
+                    f"{len(self.token_ids)}, got {type(error).__name__} ({error}); mend it, or "
+                    "leave it out of this request"
+                )
+                return "error"
+            if ends:
+                self.stop_reason = name
+                return "stop"
+        return None
 
     def _completes_stop_string(self) -> bool:
         """Search what the last token changed, and remember the stop string and the cut if found."""

@@ -23,6 +23,7 @@ from specfw.contracts import (
     Feedback,
     Outcome,
     RankedRows,
+    ReadChunk,
     RequestView,
     Scheduler,
     TargetInfo,
@@ -388,6 +389,7 @@ class Engine:
             kept=[builder.handles_of(b, round.kept) for b, round in told],
             drafted=[round.drafted for _, round in told],
             hidden=_hidden_of(plan, rounds, rows),
+            chunks=_chunks_of(plan, rows),
             ranked=_ranked(draft, [b for b, _ in told], rows, self.drafter.requires.top_k),
             tested=[round.tested for _, round in told],
             rows=_rows_scored(plan, rounds),
@@ -506,6 +508,21 @@ def _hidden_of(plan: Plan, rounds: Sequence[Round], rows: Rows) -> dict[int, lis
         layer: [states[index.to(states.device)] for index in chosen]
         for layer, states in rows.hidden.items()
     }
+
+
+def _chunks_of(plan: Plan, rows: Rows) -> list[ReadChunk]:
+    """Hidden states of requests that only read; their KV is committed already."""
+    if not rows.hidden:
+        return []
+    return [
+        ReadChunk(
+            work.request,
+            work.sequence.n_kv - work.context,
+            {layer: states[first : first + work.context] for layer, states in rows.hidden.items()},
+        )
+        for first, work in zip(rows.first_token.tolist(), plan.work, strict=True)
+        if not work.decodes
+    ]
 
 
 def _ranked(draft: Draft, requests: Sequence[int], rows: Rows, top_k: int) -> list[RankedRows]:

@@ -190,8 +190,10 @@ class KVMemory:
         """Published blocks that no sequence refers to."""
         return len(self._cached)
 
-    def open(self, tokens: Sequence[int]) -> KVSequence:
+    def open(self, tokens: Sequence[int], most: int | None = None) -> KVSequence:
         """Start a sequence, which shares the longest published chain of full blocks of `tokens`.
+
+        Of these, at most the first `most` are shared, if given.
 
         `n_kv` starts at the number of shared tokens: at most `len(tokens) - 1`, since the last
         committed token must be in the next forward. Without the prefix cache nothing is ever
@@ -199,7 +201,7 @@ class KVMemory:
         """
         sequence = KVSequence(self.block_size)
         self._sequences.add(sequence)
-        for block in self._index.chain(tokens[:-1], self.block_size):
+        for block in self._index.chain(tokens[:-1][:most], self.block_size):
             self._refer(block)
             sequence.blocks.append(block)
         sequence.n_kv = len(sequence.blocks) * self.block_size

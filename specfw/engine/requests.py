@@ -58,6 +58,9 @@ class Request(RequestView):
         self.sampling = SamplingState(params, prompt, [], stop_ids, vocab_size, device)
         self.stats = SpeculationStats(guarantee=guarantee)
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprob] | None = (
+            None if params.prompt_logprobs is None else []
+        )
         self.sequence: KVSequence | None = None
         self.drafting = params.speculation.enabled
         self.begun = False
@@ -73,6 +76,14 @@ class Request(RequestView):
     def uncomputed(self) -> int:
         """Committed tokens without KV; one while decoding, more before."""
         return len(self.tokens) - (self.sequence.n_kv if self.sequence else 0)
+
+    @property
+    def reusable(self) -> int:
+        """How many tokens may take their KV from the prefix cache: not those that are to be scored."""
+        scored = self.prompt_logprobs
+        if scored is None or len(scored) == self.prompt_length - 1:
+            return len(self.tokens)
+        return len(scored)
 
     def draft_cap(self) -> DraftLimits:
         """The most that could be of use: one token less than may still be emitted, within the request's own limits."""
@@ -122,18 +133,25 @@ class Request(RequestView):
         """Note the target's log-probabilities of the last emitted tokens, drawn after `nodes`."""
         if self.logprobs is None:
             return
-        rows = laws.raw_logprobs(b, nodes)
-        emitted = torch.tensor(self.tokens[-len(nodes) :], device=rows.device)[:, None]
-        wanted = min(self.params.logprobs or 0, rows.shape[1])
-        best = rows.topk(wanted, -1)
-        for token, logprob, values, ids in zip(
-            emitted[:, 0].tolist(),
-            rows.gather(1, emitted)[:, 0].tolist(),
-            best.values.tolist(),
-            best.indices.tolist(),
-            strict=True,
-        ):
-            self.logprobs.append(TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True))))
+        emitted = self.tokens[-len(nodes) :]
+        wanted = self.params.logprobs or 0
+        self.logprobs += _token_logprobs(laws.raw_logprobs(b, nodes), emitted, wanted)
+
+    def unscored_prompt(self, context: int) -> tuple[int, int]:
+        """Which of the next `context` tokens' rows give log-probabilities of the prompt: from, to."""
+        if self.prompt_logprobs is None or self.sequence is None:
+            return 0, 0
+        first = len(self.prompt_logprobs) - self.sequence.n_kv
+        last = min(context, self.prompt_length - 1 - self.sequence.n_kv)
+        return (first, last) if first < last else (0, 0)
+
+    def add_prompt_logprobs(self, logits: torch.Tensor) -> None:
+        """Note the log-probabilities of the next prompt tokens, from the rows before them: [n, V]."""
+        assert self.prompt_logprobs is not None
+        rows = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+        first = len(self.prompt_logprobs) + 1
+        tokens = self.tokens[first : first + len(rows)]
+        self.prompt_logprobs += _token_logprobs(rows, tokens, self.params.prompt_logprobs or 0)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Output:
         """Make the output; the last streamed piece carries it."""
@@ -147,9 +165,22 @@ class Request(RequestView):
             speculation=self.stats,
             seed=self.seed,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             stop_reason=self.stopper.stop_reason,
             error=error,
         )
         if self._streams:
             self.pieces.append(Piece(self.stopper.take(), [], [], self.index, self.output))
         return self.output
+
+
+def _token_logprobs(rows: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The log-probabilities of `tokens` and of the `top` best, from rows [n, V]."""
+    chosen = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
+    best = rows.topk(min(top, rows.shape[1]), -1)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, values, ids in zip(
+            tokens, chosen, best.values.tolist(), best.indices.tolist(), strict=True
+        )
+    ]

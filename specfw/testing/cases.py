@@ -28,6 +28,7 @@ __all__ = [
     "SchedulerFactories",
     "VerifierFactory",
     "build_engine",
+    "forbids",
     "make_cases",
     "table_runner",
 ]
@@ -52,23 +53,26 @@ SETTINGS: Mapping[str, SamplingParams] = {
     "min tokens": SamplingParams(temperature=1.0, min_new_tokens=2),
     "end of text": SamplingParams(temperature=1.0),
     "stop string": SamplingParams(temperature=1.0, stop=("ba", "bb"), ignore_eos=True),
-    "top-h": SamplingParams(temperature=1.0, top_h=0.6, ignore_eos=True),
-    "typical": SamplingParams(temperature=1.3, typical_p=0.5, ignore_eos=True),
-    "cutoffs": SamplingParams(
-        temperature=1.0, epsilon_cutoff=0.15, eta_cutoff=0.3, ignore_eos=True
+    "entropy filters": SamplingParams(
+        temperature=1.3,
+        top_h=0.9,
+        typical_p=0.7,
+        epsilon_cutoff=0.1,
+        eta_cutoff=0.3,
+        ignore_eos=True,
     ),
     "sequences": SamplingParams(
         temperature=1.0,
         sequence_bias=(((0,), 0.5), ((1, 0), -0.9), ((0, 1, 1), 2.0)),
-        bad_words_ids=((1, 1), (0, 0, 0)),
+        bad_words_ids=((1, 1),),
+        no_repeat_ngram_size=4,
         ignore_eos=True,
     ),
-    "n-grams": SamplingParams(temperature=1.0, no_repeat_ngram_size=3, ignore_eos=True),
-    "suppressed": SamplingParams(
-        temperature=1.0, begin_suppress_tokens=(1,), exponential_decay_length_penalty=(0, 1.6)
-    ),
-    "forced end": SamplingParams(
-        temperature=1.0, forced_eos_token_id=(0,), bad_words_ids=((1, 0),), ignore_eos=True
+    "first and last": SamplingParams(
+        temperature=1.0,
+        begin_suppress_tokens=(1,),
+        exponential_decay_length_penalty=(0, 1.6),
+        forced_eos_token_id=(0,),
     ),
 }
 """The settings that a certification walks through; token 0 is the end of text, token 1 the letter b."""
@@ -139,7 +143,7 @@ def _limited(params: SamplingParams, horizon: int, seed: int) -> SamplingParams:
     )
 
 
-def _forbids(params: SamplingParams) -> bool:
+def forbids(params: SamplingParams) -> bool:
     """Whether the settings make tokens impossible that may be all that the target deems possible."""
     return bool(
         params.min_new_tokens
@@ -163,7 +167,7 @@ def make_cases(
         for j, memory in enumerate(memory_cases):
             turn = i + j
             kind = kinds[turn // 2 % len(kinds)]
-            if _forbids(params):
+            if forbids(params):
                 kind = "dense"  # a sure token leaves no law when it is forbidden
             vocab_size, horizon = sizes[(i + turn // 2) % len(sizes)]
             batch = batch_sizes[turn % len(batch_sizes)]

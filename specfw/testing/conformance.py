@@ -24,6 +24,7 @@ from specfw.contracts import (
     Feedback,
     Outcome,
     RequestView,
+    Requirements,
     Scheduler,
     SchedulerView,
     TargetInfo,
@@ -57,9 +58,13 @@ class _Recorder(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.requires = inner.requires  # type: ignore[misc]  # the engine asks the instance
         self.drafts: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
         self.last: Draft | None = None
+
+    @property
+    def requires(self) -> Requirements:  # type: ignore[override]
+        """The drafter's, which it may know only once it is attached."""
+        return self.inner.requires
 
     def attach(self, target: TargetInfo) -> None:
         self.inner.attach(target)

@@ -155,9 +155,9 @@ class Combinator(Drafter):
         )
 
     @property
-    def reads_ahead(self) -> bool:
+    def reads_ahead(self) -> bool:  # type: ignore[override]
         """Whether all of the drafters take tokens beyond the observed ones as given for one call only."""
-        return all(_reads_ahead(drafter) for drafter in self._drafters)
+        return all(drafter.reads_ahead for drafter in self._drafters)
 
     def attach(self, target: TargetInfo) -> None:
         for drafter in self._drafters:
@@ -193,10 +193,6 @@ class Combinator(Drafter):
         chosen = [requests[i] for i in rows]
         self._drafters[index].propose(chosen, view.as_drafter(index))
         return view
-
-
-def _reads_ahead(drafter: Drafter) -> bool:
-    return bool(getattr(drafter, "reads_ahead", False))
 
 
 def _narrowed(feedback: Feedback, top_k: int) -> Feedback:
@@ -273,7 +269,7 @@ class Extend(_Sharing):
         """
         super().__init__(drafters, shares)
         for drafter in self._drafters[1:]:
-            if not _reads_ahead(drafter):
+            if not drafter.reads_ahead:
                 raise ConfigError(
                     f"drafter extend: expected drafters after the first that read ahead (reads_ahead is "
                     f"true), as suffix and recycling do, got {type(drafter).__name__}, whose state "
@@ -498,7 +494,9 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             lambda options: Extend(_built(options), options.shares),
             SharedOptions,
             "Each drafter continues the leaves of those before it.",
-            example={"drafters": [{"name": "small-model", "model": "table", "max_nodes": 1}, "recycling"]},
+            example={
+                "drafters": [{"name": "small-model", "model": "table", "max_nodes": 1}, "recycling"]
+            },
         ),
         "merge": Component(
             lambda options: Merge(_built(options), options.shares),

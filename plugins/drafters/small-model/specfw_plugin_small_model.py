@@ -424,5 +424,6 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             _build,
             SmallModelOptions,
             "A smaller causal language model with the target's tokenizer.",
+            example={"model": "table", "width": 2},
         )
     }

@@ -88,6 +88,9 @@ class TypicalVerifier(Verifier):
 def specfw_verifiers() -> Mapping[str, Component[Verifier]]:
     return {
         "typical": Component(
-            TypicalVerifier, TypicalOptions, "Lossy: keeps every draft token that the target finds probable enough."
+            TypicalVerifier,
+            TypicalOptions,
+            "Lossy: keeps every draft token that the target finds probable enough.",
+            example={"allow_lossy": True},
         )
     }

@@ -33,12 +33,17 @@ def test_is_flagged_and_measured() -> None:
 
 def test_strict_thresholds_keep_less() -> None:
     """Changing an option must change what is kept."""
-    cases = [Case(SamplingParams(temperature=1.0, ignore_eos=True), horizon=3, seed=seed) for seed in range(3)]
+    cases = [
+        Case(SamplingParams(temperature=1.0, ignore_eos=True), horizon=3, seed=seed)
+        for seed in range(3)
+    ]
 
     def moved(epsilon: float, delta: float) -> float:
         options = TypicalOptions(allow_lossy=True, epsilon=epsilon, delta=delta)
         return certify(
-            lambda: ScriptedDrafter(seed=1, guesses=1.0), lambda: TypicalVerifier(options), cases=cases
+            lambda: ScriptedDrafter(seed=1, guesses=1.0),
+            lambda: TypicalVerifier(options),
+            cases=cases,
         ).max_tv
 
     loose, by_epsilon, by_delta = moved(0.01, 0.01), moved(0.6, 1.0), moved(0.6, 0.01)

@@ -1,0 +1,179 @@
+"""The scheduler `adaptive-k`: it finds the best depth, switches off and on again, and changes no law."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from specfw_plugin_adaptive_k import AdaptiveKOptions, AdaptiveKScheduler
+from specfw_plugin_block import BlockVerifier
+
+from specfw.contracts import DraftLimits, SchedulerView, Verifier
+from specfw.costs import best_depth
+from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.rejection import RejectionVerifier
+from specfw.errors import ConfigError
+from specfw.plugins import PluginManager
+from specfw.testing.cases import SETTINGS, Case
+from specfw.testing.certification import certify
+from specfw.testing.conformance import SchedulerConformance
+from specfw.testing.drafters import TableDrafter
+from specfw.testing.simulation import SimulatedRequest, World
+
+QUICK = AdaptiveKOptions(start=2, max_depth=3, warmup=1, width=2, memory=2)
+
+CASES = [
+    Case(SETTINGS["temperature"], vocab_size=2, horizon=4),
+    Case(SETTINGS["end of text"], vocab_size=3, horizon=3, seed=2),
+    Case(SETTINGS["top-p"], "sparse", vocab_size=3, horizon=3, batch=3, seed=3),
+]
+
+
+def rising(rows: int) -> float:
+    return 0.9 + 0.1 * rows
+
+
+class TestConformance(SchedulerConformance):
+    def make(self) -> AdaptiveKScheduler:
+        return AdaptiveKScheduler(QUICK)
+
+
+@pytest.mark.parametrize("verifier", [CoupledVerifier, RejectionVerifier, BlockVerifier])
+@pytest.mark.parametrize("relation", ["identical", "near", "disjoint"])
+def test_keeps_the_law(verifier: Callable[[], Verifier], relation: str) -> None:
+    """A depth that depended on this step's draft would change the law."""
+    certificate = certify(
+        lambda: TableDrafter(relation, 3, 2),
+        verifier,
+        [lambda: AdaptiveKScheduler(QUICK)],
+        cases=CASES,
+    )
+    assert certificate.ok, str(certificate)
+    assert certificate.drafted
+
+
+def depths_of(world: World, scheduler: AdaptiveKScheduler, steps: int = 50) -> list[int]:
+    request = SimulatedRequest()
+    for _ in range(steps):
+        world.step(scheduler, [request])
+    return [depth for [depth] in world.depths]
+
+
+def test_b33_rises_and_falls_within_bounds() -> None:
+    """Fault B33: an adaptive depth that only ever moves one way, or leaves its bounds."""
+    options = AdaptiveKOptions(min_depth=1, start=3, max_depth=7)
+    perfect = depths_of(
+        World(lambda depth: 1.0, rising, lambda n: 0.02 * n), AdaptiveKScheduler(options)
+    )
+    useless = depths_of(
+        World(lambda depth: 0.0, rising, lambda n: 0.02 * n), AdaptiveKScheduler(options)
+    )
+    assert perfect[0] == useless[0] == 3
+    assert perfect[-1] == 7
+    assert useless[-1] == 1
+    assert {*perfect, *useless} <= set(range(1, 8))
+
+
+def test_b33_a_new_request_starts_anew_unless_carried_over() -> None:
+    """Fault B33: what one request did to the depth is the next one's start."""
+    for carry_over, expected in ((False, 3), (True, 8)):
+        scheduler = AdaptiveKScheduler(AdaptiveKOptions(start=3, carry_over=carry_over))
+        world = World(lambda depth: 1.0, rising)
+        assert depths_of(world, scheduler)[-1] == 8
+        world.step(scheduler, [SimulatedRequest()])
+        assert world.depths[-1] == [expected]
+
+
+def test_what_is_known_of_a_request_ends_with_it() -> None:
+    """Statistics of every request that ever was would be a leak."""
+    scheduler = AdaptiveKScheduler()
+    depths_of(World(lambda depth: 0.5), scheduler)
+    gc.collect()
+    assert not scheduler._known
+
+
+def test_caps_win() -> None:
+    """The last tokens of a request leave no room for a draft."""
+    scheduler = AdaptiveKScheduler()
+    caps = [DraftLimits(), DraftLimits(2, 1, 1), DraftLimits(3, 3, 0)]
+    requests = [SimulatedRequest(i) for i in range(3)]
+    limits = scheduler.plan(SchedulerView(requests, caps, 3))
+    assert limits == [DraftLimits(), DraftLimits(2, 1, 1), DraftLimits(3, 3, 0)]
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.35])
+def test_close_to_the_best_fixed_depth(acceptance: float, draft_cost: float) -> None:
+    """A depth that does not weigh acceptance against cost loses to some constant."""
+    world = World(lambda depth: acceptance, rising, lambda nodes: draft_cost * nodes)
+    seconds = world.run(AdaptiveKScheduler(), [SimulatedRequest()], 3000)
+    best = best_depth(acceptance, draft_cost, rising, range(9))
+    fixed = World(lambda depth: acceptance, rising, lambda nodes: draft_cost * nodes)
+    constant = AdaptiveKScheduler(
+        AdaptiveKOptions(min_depth=best, start=best, max_depth=max(best, 1))
+    )
+    assert seconds < 1.05 * fixed.run(constant, [SimulatedRequest()], 3000)
+
+
+@pytest.mark.parametrize("price", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("acceptance", [0.0, 0.02])
+def test_a_useless_drafter_costs_little(price: float, acceptance: float) -> None:
+    """An off switch that waits long or probes often would cost more than 2 % after 64 tokens."""
+    world = World(lambda depth: acceptance, rising, lambda nodes: price * nodes)
+    scheduler, requests = AdaptiveKScheduler(), [SimulatedRequest()]
+    world.run(scheduler, requests, 64)
+    assert world.run(scheduler, requests, 4000) < 1.02 * world.plain_seconds(1, 4000)
+    assert sum(depth for [depth] in world.depths[-1000:]) > 0  # it does probe
+
+
+def test_it_comes_back() -> None:
+    """A drafter that becomes good must be found out by a probe."""
+    useful = False
+    world = World(lambda depth: 0.9 * useful, rising, lambda nodes: 0.05 * nodes)
+    scheduler, requests = AdaptiveKScheduler(), [SimulatedRequest()]
+    world.run(scheduler, requests, 400)
+    assert world.depths[-1] == [0]
+    useful = True
+    world.run(scheduler, requests, 200)
+    assert world.depths[-1][0] >= 4
+
+
+def test_requests_are_told_apart() -> None:
+    """One request's text suits the drafter, the other's does not."""
+    scheduler = AdaptiveKScheduler()
+    requests = [SimulatedRequest(0), SimulatedRequest(1)]
+
+    class Half(World):
+        def _kept(self, depth: int) -> int:
+            self.turn = 1 - getattr(self, "turn", 1)
+            return depth if self.turn == 0 else 0
+
+    world = Half(lambda depth: 1.0, rising, lambda nodes: 0.1 * nodes)
+    for _ in range(60):
+        world.step(scheduler, requests)
+    assert {depths[0] for depths in world.depths[-20:]} == {8}
+    assert sum(depths[1] for depths in world.depths[-20:]) <= 2  # probes
+
+
+def test_a_profile_tells_costs_beforehand(tmp_path: Path) -> None:
+    """A machine known to be full must not be tried out first."""
+    path = tmp_path / "profile.json"
+    curve = [{"rows": rows, "seconds": float(rows)} for rows in (1, 2, 4, 8)]
+    path.write_text(json.dumps({"curve": curve}))
+    options = AdaptiveKOptions(start=0, warmup=0, profile=str(path))
+    world = World(lambda depth: 0.5, float)
+    scheduler, requests = AdaptiveKScheduler(options), [SimulatedRequest()]
+    for _ in range(12):
+        world.step(scheduler, requests)
+    assert world.depths == [[0]] * 12
+    with pytest.raises(ConfigError, match="nowhere"):
+        AdaptiveKScheduler(AdaptiveKOptions(profile="nowhere"))
+
+
+def test_bounds_must_agree() -> None:
+    """A start outside the bounds would be left at once."""
+    with pytest.raises(ConfigError, match="start=9"):
+        PluginManager().create("scheduler", "adaptive-k", {"start": 9})

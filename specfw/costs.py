@@ -1,0 +1,182 @@
+"""What drafting costs and brings: measured seconds by rows, and the formulas for a constant acceptance.
+
+Nothing here reads a clock; seconds come in. Leviathan et al., "Fast inference from transformers via
+speculative decoding", arXiv 2211.17192, for the formulas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, median
+
+from specfw.contracts import Feedback
+from specfw.errors import ConfigError
+
+__all__ = ["CostCurve", "StepCosts", "best_depth", "expected_tokens", "read_profile", "speedup"]
+
+_RECENT = 32
+"""Measurements that count, for each bucket."""
+_EXACT = 16
+"""Up to this many rows, each count has a bucket of its own."""
+_BUCKETS_PER_DOUBLING = 4
+
+
+class CostCurve:
+    """Seconds as a function of a count, such as the rows of a pass: rising, learned while running.
+
+    Measurements fall into buckets; medians of the recent ones make a curve, which is pooled where it
+    would fall (isotonic regression). Between its points it is linear. Below the first it is constant,
+    and beyond the last it rises as it does on average, so that what is unknown looks cheap and is tried.
+    """
+
+    def __init__(self, seed: Mapping[int, float] | None = None) -> None:
+        """Start with known seconds by count, each of which counts as one measurement."""
+        self._buckets: dict[int, deque[tuple[int, float]]] = {}
+        self._curve: tuple[list[float], list[float]] | None = None
+        for count, seconds in (seed or {}).items():
+            self.add(count, seconds)
+
+    def add(self, count: int, seconds: float) -> None:
+        """Take in a measurement."""
+        self._buckets.setdefault(_bucket(count), deque(maxlen=_RECENT)).append((count, seconds))
+        self._curve = None
+
+    def measurements(self, count: int) -> int:
+        """How often a count was measured that is not told apart from this one."""
+        return len(self._buckets.get(_bucket(count), ()))
+
+    def __call__(self, count: float) -> float:
+        """Seconds for a count; 0 before any measurement."""
+        counts, seconds = self._points()
+        if not counts:
+            return 0.0
+        place = bisect_left(counts, count)
+        if place == 0:
+            return seconds[0]
+        if place == len(counts):
+            span = counts[-1] - counts[0]
+            slope = (seconds[-1] - seconds[0]) / span if span else 0.0
+            return seconds[-1] + slope * (count - counts[-1])
+        share = (count - counts[place - 1]) / (counts[place] - counts[place - 1])
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+    def points(self) -> dict[float, float]:
+        """The curve's own points: count -> seconds."""
+        return dict(zip(*self._points(), strict=True))
+
+    def _points(self) -> tuple[list[float], list[float]]:
+        if self._curve is None:
+            measured = sorted(
+                (fmean(n for n, _ in bucket), median(s for _, s in bucket), len(bucket))
+                for bucket in self._buckets.values()
+            )
+            weights = [float(weight) for *_, weight in measured]
+            self._curve = (
+                [count for count, *_ in measured],
+                _rising([seconds for _, seconds, _ in measured], weights),
+            )
+        return self._curve
+
+
+def _bucket(count: int) -> int:
+    if count <= _EXACT:
+        return count
+    return _EXACT + bisect_right(_EDGES, count)
+
+
+_EDGES = [int(_EXACT * 2 ** (i / _BUCKETS_PER_DOUBLING)) + 1 for i in range(64)]
+"""The least count of each bucket beyond the exact ones."""
+
+
+def _rising(values: list[float], weights: list[float]) -> list[float]:
+    """The closest rising sequence: neighbours that fall are pooled to their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] >= pool[0]:
+            mean, heavy, many = pools.pop()
+            total = heavy + pool[1]
+            pool = ((mean * heavy + pool[0] * pool[1]) / total, total, many + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, many in pools for _ in range(many)]
+
+
+class StepCosts:
+    """What steps cost: the target pass by its rows, drafting by the most nodes of one request."""
+
+    def __init__(self, target: Mapping[int, float] | None = None) -> None:
+        """Start with a profile of the target pass, seconds by rows."""
+        self.target = CostCurve(target)
+        self.drafting = CostCurve({0: 0.0})
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn from a step's phases; a step without them teaches nothing."""
+        if not feedback.seconds or not feedback.rows:
+            return
+        draft = feedback.seconds.get("draft", 0.0)
+        self.target.add(feedback.rows, sum(feedback.seconds.values()) - draft)
+        if most := max(feedback.drafted, default=0):
+            self.drafting.add(most, draft)
+
+    def __call__(self, rows: int, most_nodes: int) -> float:
+        """Seconds of a step of `rows`, drafts included, with at most `most_nodes` for one request.
+
+        Without any measurement, every step costs the same.
+        """
+        return (self.target(rows) + self.drafting(most_nodes)) or 1.0
+
+
+def expected_tokens(acceptance: float, depth: int) -> float:
+    """Tokens that a step with a chain of `depth` emits in the mean: (1 - a^(K+1)) / (1 - a)."""
+    return sum(acceptance**place for place in range(depth + 1))
+
+
+def speedup(
+    acceptance: float,
+    depth: int,
+    draft_cost: float,
+    pass_cost: Callable[[int], float] = lambda rows: 1.0,
+) -> float:
+    """Tokens a second relative to plain decoding.
+
+    Args:
+        acceptance: the chance that a draft token is kept, the same at every depth.
+        depth: draft tokens in a chain.
+        draft_cost: seconds of one draft token, relative to a pass over one row.
+        pass_cost: seconds of a target pass by rows, in any unit.
+    """
+    relative = pass_cost(depth + 1) / pass_cost(1)
+    return expected_tokens(acceptance, depth) / (draft_cost * depth + relative)
+
+
+def best_depth(
+    acceptance: float,
+    draft_cost: float,
+    pass_cost: Callable[[int], float] = lambda rows: 1.0,
+    depths: Iterable[int] = range(33),
+) -> int:
+    """The depth of the largest `speedup`; the smallest one of equals."""
+    return max(
+        depths, key=lambda depth: (speedup(acceptance, depth, draft_cost, pass_cost), -depth)
+    )
+
+
+def read_profile(path: str | os.PathLike[str]) -> dict[int, float]:
+    """Seconds by rows from what `specfw profile --json` printed.
+
+    Raises:
+        ConfigError: the file cannot be read or is something else.
+    """
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {int(point["rows"]): float(point["seconds"]) for point in read["curve"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"profile {os.fspath(path)!r}: expected the output of 'specfw profile --json', got "
+            f"{type(error).__name__}: {error}; write it anew"
+        ) from error

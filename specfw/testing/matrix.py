@@ -1,0 +1,368 @@
+"""The certificate for every combination: all installed drafters, verifiers and schedulers together.
+
+Every drafter meets every verifier under every scheduler, alone and in pairs; sampling settings, kinds of
+laws and memory take turns so that any two values of any two of all these meet as well.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, combinations, cycle, product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from specfw.components import Kind
+from specfw.errors import ConfigError, PluginError, UnsupportedModelError
+from specfw.plugins import PluginManager
+from specfw.testing.cases import MEMORY_CASES, SETTINGS, Case, forbids
+from specfw.testing.certification import Certificate, certify
+from specfw.testing.configured import on_tables
+from specfw.testing.table_model import LawKind
+from specfw.types import SpeculationParams
+
+__all__ = ["Combination", "Matrix", "Row", "certify_all", "check", "make_combinations"]
+
+_TOLERANCE = 1e-9
+_KINDS: tuple[LawKind, ...] = ("dense", "sparse", "one_hot")
+_SIZES = ((3, 3), (2, 4))
+_DEEP_SIZES = ((3, 4),)
+_LIMITS = SpeculationParams(max_nodes=3, max_depth=2, max_width=2)
+_DEEP_LIMITS = SpeculationParams(max_nodes=4, max_depth=3, max_width=2)
+
+Reference = Mapping[str, Any]
+"""A component's name and options, as in a config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Components with their options, and the small world in which they meet."""
+
+    drafter: Reference
+    verifier: Reference
+    schedulers: tuple[Reference, ...]
+    case: Case
+    setting: str = ""
+    """What the case's sampling settings are called."""
+
+    def names(self) -> dict[str, Any]:
+        """The names of everything."""
+        return {
+            "drafter": self.drafter["name"],
+            "verifier": self.verifier["name"],
+            "schedulers": [scheduler["name"] for scheduler in self.schedulers],
+            "setting": self.setting,
+            "laws": self.case.kind,
+            "memory": self.case.memory,
+            "batch": self.case.batch,
+        }
+
+    def paste(self) -> str:
+        """A config file for `specfw certify -c`, with the case as a comment."""
+        config = {
+            "target": "table",
+            "drafter": dict(self.drafter),
+            "verifier": dict(self.verifier),
+            "scheduler": [dict(scheduler) for scheduler in self.schedulers],
+        }
+        return f"# {self.case.paste()}\n{yaml.safe_dump(config, sort_keys=False)}"
+
+
+@dataclass(slots=True)
+class Row:
+    """What came out of one combination."""
+
+    combination: Combination
+    certificate: Certificate | None = None
+    """None if it could not be computed."""
+    refused: str | None = None
+    """The sentence with which a component refuses the combination."""
+    failed: str | None = None
+    """What went wrong otherwise."""
+    seconds: float = 0.0
+
+    @property
+    def lossy(self) -> bool:
+        return self.certificate is not None and self.certificate.guarantee == "lossy"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it keeps what it promises, or is refused."""
+        return self.failed is None and (self.certificate is None or self.certificate.ok)
+
+    def mapping(self) -> dict[str, Any]:
+        """The row in JSON's types."""
+        row = self.combination.names() | {"seconds": round(self.seconds, 3)}
+        if self.certificate is None:
+            return row | {"reason": self.refused or self.failed}
+        return row | {
+            "guarantee": self.certificate.guarantee,
+            "ok": self.certificate.ok,
+            "max_tv": self.certificate.max_tv,
+            "prefixes": self.certificate.prefixes,
+            "leaves": self.certificate.leaves,
+            "drafted": self.certificate.drafted,
+            "accepted": self.certificate.accepted,
+            "faults": self.certificate.faults.total(),
+            "counterexample": (
+                f"{self.combination.paste()}# {self.certificate.counterexample}"
+                if self.certificate.counterexample and not self.lossy
+                else None
+            ),
+        }
+
+
+@dataclass(slots=True)
+class Matrix:
+    """The rows of all combinations, and the verdict."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Every combination that runs keeps its promise, and there is one."""
+        return all(row.ok for row in self.rows) and any(row.certificate for row in self.rows)
+
+    @property
+    def max_tv(self) -> float:
+        """The largest total variation of those that promise something."""
+        return max((row.certificate.max_tv for row in self._lossless()), default=0.0)
+
+    def mapping(self) -> dict[str, Any]:
+        """The stable keys of `specfw certify --all --json`."""
+        return {
+            "ok": self.ok,
+            "combinations": sum(row.certificate is not None for row in self.rows),
+            "max_tv": self.max_tv,
+            "lossy": [row.mapping() for row in self.rows if row.lossy],
+            "refused": [row.mapping() for row in self.rows if row.refused],
+            "failed": [row.mapping() for row in self.rows if not row.ok],
+            "lossless": [row.mapping() for row in self._lossless() if row.ok],
+        }
+
+    def summary(self) -> str:
+        """The verdict in a sentence."""
+        lossy = [row.certificate.max_tv for row in self.rows if row.lossy and row.certificate]
+        parts = [
+            f"{sum(row.certificate is not None for row in self.rows)} combinations",
+            f"largest total variation {self.max_tv:.2g} where a law is promised",
+            f"{len(lossy)} lossy, up to {max(lossy, default=0.0):.2g}",
+            f"{sum(row.refused is not None for row in self.rows)} refused",
+            f"{sum(not row.ok for row in self.rows)} failed",
+        ]
+        return (
+            f"{'every promise is kept' if self.ok else 'a promise is broken'}: {'; '.join(parts)}"
+        )
+
+    def markdown(self) -> str:
+        """The verdict and a table with a line for each combination."""
+        parts = [
+            "# Certificate",
+            self.summary(),
+            "\n".join([_HEADER, *(_line(row) for row in self.rows if row.certificate)]),
+        ]
+        refused = Counter(row.refused for row in self.rows if row.refused)
+        if refused:
+            lines = [f"- {reason} ({count} combinations)" for reason, count in refused.items()]
+            parts += ["## Refused", "\n".join(lines)]
+        if not all(row.ok for row in self.rows):
+            failed = [
+                f"```text\n{row.combination.paste()}# {row.failed or row.certificate}\n```"
+                for row in self.rows
+                if not row.ok
+            ]
+            parts += ["## Failed", "\n\n".join(failed)]
+        return "\n\n".join(parts) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write `certificate.json` and `certificate.md` into a folder, which is made if need be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.mapping(), indent=2, ensure_ascii=False)
+        (folder / "certificate.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "certificate.md").write_text(self.markdown(), encoding="utf-8")
+
+    def _lossless(self) -> Iterator[Any]:
+        return (row for row in self.rows if row.certificate is not None and not row.lossy)
+
+
+_COLUMNS = (
+    "drafter",
+    "verifier",
+    "schedulers",
+    "setting",
+    "laws",
+    "memory",
+    "batch",
+    "guarantee",
+    "max_tv",
+    "prefixes",
+    "leaves",
+    "drafted",
+    "seconds",
+)
+_HEADER = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
+
+
+def _line(row: Row) -> str:
+    cells = row.mapping()
+    cells |= {
+        "schedulers": " + ".join(cells["schedulers"]),
+        "max_tv": f"{cells['max_tv']:.2g}",
+        "seconds": f"{row.seconds:.2f}",
+    }
+    if not row.ok:
+        cells["guarantee"] = f"**{cells['guarantee']} broken**"
+    return f"| {' | '.join(str(cells[column]) for column in _COLUMNS)} |"
+
+
+def certify_all(
+    *,
+    deep: bool = False,
+    processes: int = 2,
+    only: Mapping[Kind, Sequence[str]] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Matrix:
+    """Certify every combination of installed components, each with its example options.
+
+    Args:
+        deep: three tokens, drafts three deep, texts of four tokens.
+        processes: processes that share the work, of one thread each; 1 works in this one.
+        only: names of the components to take, by kind; all of a kind unless given.
+        progress: called with how many are done, and how many there are.
+    """
+    manager = PluginManager()
+    todo = make_combinations(manager, deep, only or {})
+    matrix = Matrix()
+    for row in _rows(todo, manager, processes):
+        matrix.rows.append(row)
+        progress(len(matrix.rows), len(todo))
+    return matrix
+
+
+def _rows(todo: Sequence[Combination], manager: PluginManager, processes: int) -> Iterator[Row]:
+    if processes == 1:
+        yield from (check(one, manager) for one in todo)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn"), _start) as pool:
+        yield from pool.map(_check, todo, chunksize=4)
+
+
+_manager: PluginManager | None = None
+"""This worker process's plugins."""
+
+
+def _start() -> None:
+    global _manager
+    torch.set_num_threads(1)
+    _manager = PluginManager()
+
+
+def _check(combination: Combination) -> Row:
+    assert _manager is not None
+    return check(combination, _manager)
+
+
+def check(combination: Combination, manager: PluginManager) -> Row:
+    """Certify one combination; what a component refuses and what goes wrong is in the row."""
+    began = time.perf_counter()
+    row = Row(combination)
+    try:
+        drafter = manager.bind("drafter", dict(combination.drafter))
+        row.certificate = certify(
+            on_tables(drafter, manager, combination.case.vocab_size).build,
+            manager.bind("verifier", dict(combination.verifier)).build,
+            [manager.bind("scheduler", dict(one)).build for one in combination.schedulers],
+            cases=[combination.case],
+            tolerance=_TOLERANCE,
+        )
+    except (ConfigError, PluginError, UnsupportedModelError) as error:
+        row.refused = " ".join(str(error).split())
+    except Exception as error:  # a component of anybody's may do anything
+        row.failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    row.seconds = time.perf_counter() - began
+    return row
+
+
+def make_combinations(
+    manager: PluginManager, deep: bool = False, only: Mapping[Kind, Sequence[str]] | None = None
+) -> list[Combination]:
+    """Every drafter with every verifier and every one or two schedulers, in worlds that take turns."""
+    chosen: dict[Kind, Sequence[str]] = {
+        kind: (only or {}).get(kind) or manager.names(kind)
+        for kind in ("drafter", "verifier", "scheduler")
+    }
+    schedulers = [
+        *((name,) for name in chosen["scheduler"]),
+        *combinations(chosen["scheduler"], 2),
+    ]
+    components = list(product(chosen["drafter"], chosen["verifier"], schedulers))
+    sizes, limits = (_DEEP_SIZES, _DEEP_LIMITS) if deep else (_SIZES, _LIMITS)
+    made = []
+    for turn, ((drafter, verifier, several), world) in enumerate(_cover(components)):
+        setting, memory, kind = world
+        vocab_size, horizon = sizes[turn % len(sizes)]
+        params = SETTINGS[setting].model_copy(update={"speculation": limits})
+        batch = 3 if memory == "preemption" or turn // 2 % 2 else 1
+        case = Case(params, kind, vocab_size, horizon, batch, memory, seed=turn % 7)
+        made.append(
+            Combination(
+                _example(manager, "drafter", drafter),
+                _example(manager, "verifier", verifier),
+                tuple(_example(manager, "scheduler", name) for name in several),
+                case,
+                setting,
+            )
+        )
+    return made
+
+
+def _example(manager: PluginManager, kind: Kind, name: str) -> Reference:
+    """The reference to a component with its example options."""
+    try:
+        return {"name": name, **manager.component(kind, name).example}
+    except (ConfigError, PluginError):
+        return {"name": name}  # refused again, and then listed, where it is bound
+
+
+Components = tuple[str, str, tuple[str, ...]]
+World = tuple[str, Any, Any]
+
+
+def _cover(components: Sequence[Components]) -> Iterator[tuple[Components, World]]:
+    """Each of `components` in one world at least, and every pair of values of two factors together.
+
+    Greedy: each gets the world that brings most pairs that were not there yet.
+    """
+    worlds = [world for world in product(SETTINGS, MEMORY_CASES, _KINDS) if _makes_sense(world)]
+    open_pairs = set(
+        chain.from_iterable(_pairs((*one, *world)) for one in components for world in worlds)
+    )
+    for turn, one in enumerate(cycle(components)):
+        if turn >= len(components) and not open_pairs:
+            return
+        shift = 7 * turn % len(worlds)  # so that equals do not always give the first
+        best = max(
+            (*worlds[shift:], *worlds[:shift]),
+            key=lambda world: (len(open_pairs & _pairs((*one, *world))), world[2] == "dense"),
+        )
+        closed = open_pairs & _pairs((*one, *best))
+        if closed or turn < len(components):
+            open_pairs -= closed
+            yield one, best
+
+
+def _makes_sense(world: World) -> bool:
+    setting, _, kind = world
+    return kind == "dense" or not forbids(SETTINGS[setting])  # else no law may be left
+
+
+def _pairs(values: Iterable[Any]) -> set[tuple[Any, ...]]:
+    return set(combinations(enumerate(values), 2))
