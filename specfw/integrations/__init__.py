@@ -1,0 +1,1 @@
+"""specfw inside other libraries and services."""
