@@ -48,7 +48,9 @@ class KVStore:
         """Copy slots `source` [N] to slots `target` [N] in every layer; the two may overlap."""
         for layer in self.layers.values():
             for store in layer:
-                store.index_copy_(0, target.to(store.device), store.index_select(0, source.to(store.device)))
+                store.index_copy_(
+                    0, target.to(store.device), store.index_select(0, source.to(store.device))
+                )
 
     @property
     def bytes_per_slot(self) -> int:
@@ -140,9 +142,13 @@ def _attend_padded(
     """query [B, H, Q, D], key and value [B, Hkv, S, D], mask bool [B, 1, Q, S] -> [B, H, Q, Dv]."""
     share = query.shape[1] // key.shape[1]
     if softcap is None and sinks is None:
-        if share > 1 and query.device.type != "cpu":  # elsewhere masked grouped heads have no fused kernel
+        if (
+            share > 1 and query.device.type != "cpu"
+        ):  # elsewhere masked grouped heads have no fused kernel
             return _fold_groups(query, key, value, mask, scaling, share)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=share > 1)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=share > 1
+        )
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     scores = torch.matmul(query, key.transpose(2, 3)).float() * scaling
     if softcap is not None:

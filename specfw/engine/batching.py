@@ -85,7 +85,9 @@ class AttentionGroup:
         if window is None:
             return self.mask
         if window not in self._windows:
-            near = self.key_position[:, None, None, :] > self.query_position[:, None, :, None] - window
+            near = (
+                self.key_position[:, None, None, :] > self.query_position[:, None, :, None] - window
+            )
             self._windows[window] = near if self.mask is None else near & self.mask
         return self._windows[window]
 
@@ -99,7 +101,9 @@ class PackedBatch:
     slots: Tensor  # int64 [T], where each token's K and V are written
     scored: Tensor  # int64 [R], packed rows whose logits are wanted
     groups: list[AttentionGroup]
-    unpad: Tensor | None  # int64 [T], row of each token among all groups' padded queries; None: they are the same
+    unpad: (
+        Tensor | None
+    )  # int64 [T], row of each token among all groups' padded queries; None: they are the same
     first_token: Ints  # [B], packed row of each segment's first token (host)
 
 
@@ -122,13 +126,22 @@ def pack(
     positions = [s.sequence.n_kv + s.depths for s in segments]
     ids = np.concatenate([s.tokens for s in segments])
     slots = np.concatenate(
-        [s.sequence.slots(s.sequence.n_kv + s.first, s.sequence.n_kv + len(s.parents)) for s in segments]
+        [
+            s.sequence.slots(s.sequence.n_kv + s.first, s.sequence.n_kv + len(s.parents))
+            for s in segments
+        ]
     )
-    query_positions = np.concatenate([p[s.first :] for p, s in zip(positions, segments, strict=True)])
-    scored = np.concatenate([f + s.scored - s.first for f, s in zip(first_token, segments, strict=True)])
+    query_positions = np.concatenate(
+        [p[s.first :] for p, s in zip(positions, segments, strict=True)]
+    )
+    scored = np.concatenate(
+        [f + s.scored - s.first for f, s in zip(first_token, segments, strict=True)]
+    )
     padding = max(0, min_tokens - len(ids))
     if padding:  # the repeated token writes what it wrote before, so the padding leaves no trace
-        ids, slots, query_positions = (np.pad(a, (0, padding), mode="edge") for a in (ids, slots, query_positions))
+        ids, slots, query_positions = (
+            np.pad(a, (0, padding), mode="edge") for a in (ids, slots, query_positions)
+        )
 
     def on_device(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -136,7 +149,12 @@ def pack(
     groups, unpad = [], np.zeros(len(ids), np.int64)
     padded_rows = 0
     for members in _alike(lengths):
-        group = _group([segments[m] for m in members], [positions[m] for m in members], first_token[members], on_device)
+        group = _group(
+            [segments[m] for m in members],
+            [positions[m] for m in members],
+            first_token[members],
+            on_device,
+        )
         for place, member in enumerate(members):
             rows = np.arange(lengths[member])
             unpad[first_token[member] + rows] = padded_rows + place * group.shape[1] + rows
@@ -168,7 +186,10 @@ def _alike(lengths: Ints) -> list[Ints]:
 
 
 def _group(
-    segments: Sequence[Segment], positions: Sequence[Ints], first_token: Ints, on_device: Callable[[NDArray[Any]], Tensor]
+    segments: Sequence[Segment],
+    positions: Sequence[Ints],
+    first_token: Ints,
+    on_device: Callable[[NDArray[Any]], Tensor],
 ) -> AttentionGroup:
     batch = len(segments)
     queries = max(len(s.tokens) for s in segments)
