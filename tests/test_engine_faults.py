@@ -66,7 +66,7 @@ def tokens_of(engine: Engine, prompts: Sequence[Sequence[int]], params: Any) -> 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
-def test_b05_greedy_text_is_that_of_a_cacheless_loop(architecture: str, k: int) -> None:
+def test_B05_greedy_text_is_that_of_a_cacheless_loop(architecture: str, k: int) -> None:
     """Positions not advanced rightly after a partly accepted draft, or after a prompt of one token."""
     prompts = [prompt_of(length) for length in (1, 2, 30)]
     texts = [reference(architecture, tuple(prompt), 80) for prompt in prompts]
@@ -85,7 +85,7 @@ def test_b05_greedy_text_is_that_of_a_cacheless_loop(architecture: str, k: int) 
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_b05_positions_are_the_true_indices(architecture: str) -> None:
+def test_B05_positions_are_the_true_indices(architecture: str) -> None:
     """The right text by luck: positions that are wrong where they matter little."""
     prompt = prompt_of(11)
     text = reference(architecture, tuple(prompt), 60)
@@ -119,7 +119,7 @@ def test_b05_positions_are_the_true_indices(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3"])
-def test_b07_drafts_across_the_edge_of_the_window(architecture: str) -> None:
+def test_B07_drafts_across_the_edge_of_the_window(architecture: str) -> None:
     """Masks and rollback that are wrong once the sequence outgrows the window in the middle of a draft."""
     prompts = [prompt_of(length) for length in (3, WINDOW - 1, WINDOW, WINDOW + 1, 20)]
     texts = [reference(architecture, tuple(prompt), 40) for prompt in prompts]
@@ -202,7 +202,7 @@ def law_of(
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}])
-def test_b02_the_target_is_scored_with_the_requests_filters(
+def test_B02_the_target_is_scored_with_the_requests_filters(
     verifier: type[Verifier], filters: dict[str, Any]
 ) -> None:
     """Accepting by the unfiltered law: tokens that the filters forbid, and frequencies of the full softmax."""
@@ -222,7 +222,7 @@ class NoNoise(KeyedSource):
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_b02_a_coin_of_zero_accepts_nothing_impossible(verifier: type[Verifier]) -> None:
+def test_B02_a_coin_of_zero_accepts_nothing_impossible(verifier: type[Verifier]) -> None:
     """Comparing a coin of 0.0 with a probability of 0 the wrong way round."""
     target = TableLM(vocab_size=4, seed=3, kind="sparse")
     runner = ModelRunner(target)
@@ -243,7 +243,7 @@ def test_b02_a_coin_of_zero_accepts_nothing_impossible(verifier: type[Verifier])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("draft_seed", [5, 6])
-def test_b04_trees_keep_the_law(verifier: type[Verifier], sampled: bool, draft_seed: int) -> None:
+def test_B04_trees_keep_the_law(verifier: type[Verifier], sampled: bool, draft_seed: int) -> None:
     """Siblings by rank verified as if drawn, or siblings without replacement with the first one's law."""
     target = TableLM(vocab_size=3, seed=5)
     draft = TableLM(vocab_size=3, seed=draft_seed)  # equal to the target, and unrelated
@@ -259,7 +259,7 @@ class NearlyEven(TableLM):
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_b04_the_runner_up_keeps_its_share(verifier: type[Verifier], sampled: bool) -> None:
+def test_B04_the_runner_up_keeps_its_share(verifier: type[Verifier], sampled: bool) -> None:
     """The most likely token always being accepted, because the draft proposes it for sure."""
     model = NearlyEven(vocab_size=2)
     params = SamplingParams(max_new_tokens=2, temperature=1.0, ignore_eos=True)
@@ -285,7 +285,7 @@ class AlwaysEos(OracleDrafter):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("by_id", [False, True])
-def test_b14_minimum_length_holds_inside_a_draft(
+def test_B14_minimum_length_holds_inside_a_draft(
     verifier: type[Verifier], temperature: float, by_id: bool
 ) -> None:
     """The minimum tested once a step, so that a draft crosses it; EOS and stop ids alike."""
@@ -326,7 +326,7 @@ def as_ids(
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("k", [1, 5])
-def test_b19_a_seed_fixes_the_text_whoever_is_in_the_batch(
+def test_B19_a_seed_fixes_the_text_whoever_is_in_the_batch(
     verifier: type[Verifier], k: int
 ) -> None:
     """Noise drawn for the batch, or by row: text that changes with the company or the order of arrival."""
@@ -362,7 +362,7 @@ def test_b19_a_seed_fixes_the_text_whoever_is_in_the_batch(
     assert kept.output.seed == 7
 
 
-def test_b19_the_coupled_text_does_not_depend_on_the_draft_length() -> None:
+def test_B19_the_coupled_text_does_not_depend_on_the_draft_length() -> None:
     prompt = prompt_of(6)
     params = SamplingParams(max_new_tokens=14, temperature=0.8, seed=7, ignore_eos=True)
     texts = [
@@ -374,7 +374,7 @@ def test_b19_the_coupled_text_does_not_depend_on_the_draft_length() -> None:
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_b19_requests_without_a_seed_differ(verifier: type[Verifier]) -> None:
+def test_B19_requests_without_a_seed_differ(verifier: type[Verifier]) -> None:
     """A default seed, or one generator state shared by all."""
     engine = make_engine("llama", TwinDrafter(2), verifier, draft=(2, 2, 1))
     params = SamplingParams(max_new_tokens=8, temperature=2.0, ignore_eos=True)
@@ -385,7 +385,7 @@ def test_b19_requests_without_a_seed_differ(verifier: type[Verifier]) -> None:
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("same", [True, False])
-def test_b20_temperatures_from_zero_to_one_share_a_batch(
+def test_B20_temperatures_from_zero_to_one_share_a_batch(
     verifier: type[Verifier], same: bool
 ) -> None:
     """Division by a temperature of zero, softmax overflow near zero, residuals of zero mass."""
@@ -445,7 +445,7 @@ def test_b20_temperatures_from_zero_to_one_share_a_batch(
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("top", [0, 1, 5])
-def test_b21_logprobs_are_the_targets_own(
+def test_B21_logprobs_are_the_targets_own(
     verifier: type[Verifier], temperature: float, top: int
 ) -> None:
     """Accepted tokens reported as certain, because only the ordinary path filled their log-probability in."""
@@ -486,7 +486,7 @@ class Scripted(OracleDrafter):
         builder.guess(int(builder.roots[0]), [*tokens[:right], *wrong])
 
 
-def test_b23_counts_are_of_what_was_really_drafted_and_kept() -> None:
+def test_B23_counts_are_of_what_was_really_drafted_and_kept() -> None:
     """Acceptance computed from settings, bonus tokens or padding counted as drafts."""
     prompt = prompt_of(5)
     text = reference("llama", tuple(prompt), 30)
@@ -513,7 +513,7 @@ def test_b23_counts_are_of_what_was_really_drafted_and_kept() -> None:
     assert [report.emitted for report in reports] == [4, 1, 6, 3, 1, 1]
 
 
-def test_b23_a_tree_and_a_cut_are_counted_as_they_are() -> None:
+def test_B23_a_tree_and_a_cut_are_counted_as_they_are() -> None:
     """Nodes behind the end counted as kept; depth taken for the number of nodes."""
     prompt = prompt_of(5)
     text = reference("llama", tuple(prompt), 30)
@@ -534,7 +534,7 @@ def test_b23_a_tree_and_a_cut_are_counted_as_they_are() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_b30_preemption_changes_no_text(verifier: type[Verifier], prefix_cache: bool) -> None:
+def test_B30_preemption_changes_no_text(verifier: type[Verifier], prefix_cache: bool) -> None:
     """A draft, a drafter's state or streamed text surviving a preemption that freed the KV below it."""
     prompts = [prompt_of(length, seed) for seed, length in enumerate((9, 12, 7))]
     settings = [
@@ -591,7 +591,7 @@ def check_published_rows(engine: Engine, architecture: str) -> int:
     return len(texts) - 1
 
 
-def test_b31_only_committed_and_written_blocks_are_findable() -> None:
+def test_B31_only_committed_and_written_blocks_are_findable() -> None:
     """Blocks published before their KV was written, or with rejected tokens in them."""
     prompt = prompt_of(13)
     texts = [reference("llama", tuple(prompt), 40)]
@@ -617,7 +617,7 @@ def test_b31_only_committed_and_written_blocks_are_findable() -> None:
     assert off.memory.hit_tokens == 0
 
 
-def test_b31_a_request_that_arrives_in_anothers_prefill_reads_no_unwritten_block() -> None:
+def test_B31_a_request_that_arrives_in_anothers_prefill_reads_no_unwritten_block() -> None:
     """Blocks published when their tokens are known, one prefill chunk before their KV is written."""
     prompt = prompt_of(13)
     text = reference("llama", tuple(prompt), 10)
@@ -632,7 +632,7 @@ def test_b31_a_request_that_arrives_in_anothers_prefill_reads_no_unwritten_block
     assert engine.memory.hit_tokens > 0
 
 
-def test_b31_eviction_under_pressure_leaves_only_right_blocks() -> None:
+def test_B31_eviction_under_pressure_leaves_only_right_blocks() -> None:
     """A block reused while it is still findable by its old tokens."""
     prompts = [prompt_of(9, seed)[: 9 - seed % 3] for seed in range(12)]
     prompts += [prompt[:6] + prompt_of(4, 50 + seed) for seed, prompt in enumerate(prompts)]
@@ -663,7 +663,7 @@ class Faulty(OracleDrafter):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_b35_a_thousand_requests_leave_nothing_behind(block_size: int) -> None:
+def test_B35_a_thousand_requests_leave_nothing_behind(block_size: int) -> None:
     """Slots reserved for drafts that are not given back, or entries kept for requests that are gone."""
     rng = random.Random(block_size)
     prompts = [tuple(prompt_of(rng.choice([1, 2, 3, 6, 14]), seed)) for seed in range(40)]

@@ -79,7 +79,7 @@ def message_of(model: Any) -> str:
         ("FalconH1Config", {"mamba_d_ssm": 64, "mamba_n_heads": 8}, "hybrid"),
     ],
 )
-def test_layers_that_cannot_be_rolled_back_are_refused(
+def test_B08_layers_that_cannot_be_rolled_back_are_refused(
     config: str, changes: dict[str, Any], layers: str
 ) -> None:
     """B08: after a partly rejected draft, a recurrent state holds the rejected tokens and the text is garbage."""

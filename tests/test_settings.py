@@ -214,7 +214,7 @@ class EvenForAWhile:
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("branches", [1, 3])
-def test_a_stateful_processor_moves_with_committed_tokens_only(
+def test_B18_a_stateful_processor_moves_with_committed_tokens_only(
     verifier: Callable[[], Verifier], branches: int
 ) -> None:
     """A constraint that begins within a draft is not enforced there, or a refused token leaves a trace."""

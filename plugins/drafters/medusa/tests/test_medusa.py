@@ -552,7 +552,7 @@ def test_only_the_target_is_padded(mode: str, tmp_path: Path, cyclic_runner: Mod
 # Trees
 
 
-def test_a_tree_is_cut_to_the_heads_and_the_vocabulary(
+def test_B28_a_tree_is_cut_to_the_heads_and_the_vocabulary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault: a tree for more heads, or for a wider top-k, than there are gathers out of range

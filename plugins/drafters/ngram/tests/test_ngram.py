@@ -357,7 +357,7 @@ class Recorded(NgramDrafter):
             self.rounds.setdefault(request.id, []).append((drafted, len(kept)))
 
 
-def test_nothing_of_an_earlier_request_is_drafted(runner: ModelRunner) -> None:
+def test_B11_nothing_of_an_earlier_request_is_drafted(runner: ModelRunner) -> None:
     """Fault: an n-gram table that outlives its request, or a watermark that a shorter prompt never
     passes (ggml-org/llama.cpp#27852)."""
     rng = np.random.default_rng(2)
@@ -401,7 +401,7 @@ def test_a_cancelled_request_leaves_nothing(runner: ModelRunner) -> None:
     assert drafter._indexes == {}
 
 
-def test_what_is_counted_as_drafted_is_what_was_drafted(runner: ModelRunner) -> None:
+def test_B33_what_is_counted_as_drafted_is_what_was_drafted(runner: ModelRunner) -> None:
     """Fault: acceptance is measured against the nodes asked for, though fewer were found; or a
     request's own limits do nothing (huggingface/transformers#34803)."""
     drafter = Recorded()

@@ -277,7 +277,7 @@ def test_a_twin_is_always_accepted(
 @pytest.mark.parametrize(
     ("target", "draft"), [("-window", ""), ("", "-window"), ("-window", "-window")]
 )
-def test_windows_of_eight(family: str, target: str, draft: str) -> None:
+def test_B07_windows_of_eight(family: str, target: str, draft: str) -> None:
     """Fault: with a sliding window on either side, text or drafts go wrong once the sequence reaches
     the window (huggingface/transformers#48280). Drafts are accepted now and then, as the draft
     model has the target's weights with some noise."""
@@ -307,7 +307,7 @@ def tokenizer_of(tokens: Sequence[str], eos: str = "</s>") -> Any:
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB))]
 
 
-def test_equal_tokenizers_start_whatever_the_padding(caplog: pytest.LogCaptureFixture) -> None:
+def test_B24_equal_tokenizers_start_whatever_the_padding(caplog: pytest.LogCaptureFixture) -> None:
     """Fault: widths of logits are taken for the vocabulary; or an id of the target's padding, which
     the draft model cannot embed, ends drafting for everybody."""
     for wide, narrow in ((72, VOCAB), (VOCAB, 72)):
@@ -325,7 +325,7 @@ def test_equal_tokenizers_start_whatever_the_padding(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_other_tokenizers_are_refused() -> None:
+def test_B24_other_tokenizers_are_refused() -> None:
     """Fault: a draft model with another vocabulary starts, and every id means another string
     (sgl-project/sglang#24051)."""
     swapped = [*WORDS[:10], WORDS[11], WORDS[10], *WORDS[12:]]
@@ -343,7 +343,7 @@ def test_other_tokenizers_are_refused() -> None:
             assert part in str(caught.value)
 
 
-def test_another_end_of_text_is_warned_of_and_never_stops(
+def test_B24_another_end_of_text_is_warned_of_and_never_stops(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Fault: the draft model's end-of-sequence id ends a text, or nobody hears of the difference."""
@@ -454,7 +454,7 @@ class Elsewhere(Tensor):
         return args[0].as_subclass(Tensor)
 
 
-def test_tensors_are_moved_between_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_B37_tensors_are_moved_between_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: drafted ids stay on the drafter's device, or the target's meet the draft model there
     (huggingface/transformers#35099)."""
     moved: list[int] = []
@@ -492,7 +492,7 @@ def test_tensors_are_moved_between_devices(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("temperature", "value"), [(0.0, float("nan")), (1.0, float("inf"))])
-def test_logits_that_overflow_cost_drafts_only(
+def test_B38_logits_that_overflow_cost_drafts_only(
     temperature: float, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault: a draft model whose numbers overflow drafts on for nothing, and nobody notices

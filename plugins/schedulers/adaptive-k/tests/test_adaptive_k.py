@@ -62,7 +62,7 @@ def depths_of(world: World, scheduler: AdaptiveKScheduler, steps: int = 50) -> l
     return [depth for [depth] in world.depths]
 
 
-def test_b33_rises_and_falls_within_bounds() -> None:
+def test_B33_rises_and_falls_within_bounds() -> None:
     """Fault B33: an adaptive depth that only ever moves one way, or leaves its bounds."""
     options = AdaptiveKOptions(min_depth=1, start=3, max_depth=7)
     perfect = depths_of(
@@ -77,7 +77,7 @@ def test_b33_rises_and_falls_within_bounds() -> None:
     assert {*perfect, *useless} <= set(range(1, 8))
 
 
-def test_b33_a_new_request_starts_anew_unless_carried_over() -> None:
+def test_B33_a_new_request_starts_anew_unless_carried_over() -> None:
     """Fault B33: what one request did to the depth is the next one's start."""
     for carry_over, expected in ((False, 3), (True, 8)):
         scheduler = AdaptiveKScheduler(AdaptiveKOptions(start=3, carry_over=carry_over))
