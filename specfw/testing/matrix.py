@@ -310,6 +310,8 @@ def make_combinations(
         setting, memory, kind = world
         vocab_size, horizon = sizes[turn % len(sizes)]
         params = SETTINGS[setting].model_copy(update={"speculation": limits})
+        if forbids(params):  # of two tokens nothing might be left
+            vocab_size = max(vocab_size, 3)
         batch = 3 if memory == "preemption" or turn // 2 % 2 else 1
         case = Case(params, kind, vocab_size, horizon, batch, memory, seed=turn % 7)
         made.append(
