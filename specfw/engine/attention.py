@@ -7,14 +7,17 @@ builds no mask of its own. Everything about the step comes in as one keyword arg
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specfw.engine.batching import PackedBatch
+from specfw.engine.memory import KVSequence
 from specfw.errors import ContractError, UnsupportedModelError
 
 __all__ = ["ATTENTION", "KVStore", "StepContext", "attend", "register"]
@@ -51,6 +54,26 @@ class KVStore:
                 store.index_copy_(
                     0, target.to(store.device), store.index_select(0, source.to(store.device))
                 )
+
+    def compact(self, kept: Iterable[tuple[KVSequence, int, Sequence[int]]]) -> None:
+        """Move the rows of kept nodes to the slots of their positions.
+
+        Args:
+            kept: for each sequence, the position of its first kept node, and how far behind that
+                position each kept node was written, in order.
+        """
+        moves = [
+            (
+                sequence.slots(first + place, first + place + 1),
+                sequence.slots(first + i, first + i + 1),
+            )
+            for sequence, first, places in kept
+            for i, place in enumerate(places)
+            if i != place
+        ]
+        if moves:
+            source, target = (np.concatenate(slots) for slots in zip(*moves, strict=True))
+            self.move(torch.from_numpy(source), torch.from_numpy(target))
 
     @property
     def bytes_per_slot(self) -> int:

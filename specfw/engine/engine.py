@@ -302,7 +302,10 @@ class Engine:
             torch.cat([columns, draft.token], 1).cpu().numpy()
         )  # the step's one synchronisation
         paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
-        self._compact(plan.decoding, paths)
+        self.store.compact(
+            (work.sequence, work.sequence.n_kv + work.context, [node - 1 for node in path])
+            for work, path in zip(plan.decoding, paths, strict=True)
+        )
         rounds = [
             self._settle(b, work.request, draft, paths[b], decided[b], laws)
             for b, work in enumerate(plan.decoding)
@@ -357,20 +360,6 @@ class Engine:
         request.add_logprobs(laws, b, [0, *path][:taken])
         emitted = request.tokens[len(request.tokens) - taken :]
         return Round(request, drafted, tested, kept, emitted, ends, request.stopper.error)
-
-    def _compact(self, decoding: Sequence[Work], paths: Sequence[list[int]]) -> None:
-        """Move the KV of accepted nodes to the slots of their positions."""
-        source, target = [], []
-        for work, path in zip(decoding, paths, strict=True):
-            root = work.sequence.n_kv + work.context - 1
-            for depth, node in enumerate(path, 1):
-                if node != depth:
-                    source.append(work.sequence.slots(root + node, root + node + 1))
-                    target.append(work.sequence.slots(root + depth, root + depth + 1))
-        if source:
-            self.store.move(
-                torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(target))
-            )
 
     def _observe(
         self,

@@ -7,7 +7,7 @@ grows their trees level by level, one pass a level.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -169,7 +169,9 @@ class SmallModelDrafter(Drafter):
             for request, kept in zip(feedback.requests, feedback.kept, strict=True)
             if (tree := self._trees.get(request.id)) is not None
         ]
-        self._compact(accepted)
+        self._store.compact(
+            (tree.sequence, tree.sequence.n_kv, places) for tree, places in accepted
+        )
         for tree, places in accepted:
             self._commit(tree, tree.sequence.n_kv + len(places))
         self._end_step()
@@ -307,26 +309,6 @@ class SmallModelDrafter(Drafter):
                 break
             places.append(tree.places[handle])
         return places
-
-    def _compact(self, accepted: Iterable[tuple[_Tree, Sequence[int]]]) -> None:
-        """Move the KV of accepted nodes to the slots of their positions."""
-        import torch
-
-        moves = [
-            (
-                tree.sequence.slots(n_kv + place, n_kv + place + 1),
-                tree.sequence.slots(n_kv + depth, n_kv + depth + 1),
-            )
-            for tree, places in accepted
-            for n_kv in [tree.sequence.n_kv]
-            for depth, place in enumerate(places)
-            if place != depth
-        ]
-        if moves:
-            source, target = (
-                torch.from_numpy(np.concatenate(slots)) for slots in zip(*moves, strict=True)
-            )
-            self._store.move(source, target)
 
     def _commit(self, tree: _Tree, n_kv: int) -> None:
         assert self._transaction is not None
