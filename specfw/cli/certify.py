@@ -72,7 +72,7 @@ def command(
         default_target="table",
         drafter=drafter,
         verifier=verifier,
-        scheduler=scheduler or None,
+        scheduler=scheduler,
     )
     console = Console(stderr=True)
     with console.status("enumerating") as status:

@@ -14,10 +14,17 @@ from specfw.cli.options import (
     ConfigFile,
     Drafter,
     Dtype,
+    MinP,
     Overrides,
     Schedulers,
+    Seed,
+    ShowAccepted,
     Target,
+    Temperature,
+    TopK,
+    TopP,
     Verifier,
+    given,
     read_config,
 )
 from specfw.errors import ConfigError, SpecfwError
@@ -36,22 +43,12 @@ _HELP = "/reset forgets the conversation, /quit ends it"
 def command(
     system: Annotated[str | None, typer.Option(help="What the conversation begins with.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from the k most likely tokens only.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the smallest set of this mass.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens below this share of the best one's.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed of all chance.")] = None,
-    show_accepted: Annotated[
-        bool, typer.Option(help="Colour steps in which drafted tokens were kept.")
-    ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    show_accepted: ShowAccepted = False,
     target: Target = None,
     drafter: Drafter = None,
     verifier: Verifier = None,
@@ -63,14 +60,14 @@ def command(
     """Talk to the target; answers stream, and each is followed by its speed."""
     from specfw.pipeline import Pipeline
 
-    settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
+    settings = given(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+    )
     read = read_config(
         config,
         overrides,
@@ -78,12 +75,11 @@ def command(
         target=target,
         drafter=drafter,
         verifier=verifier,
-        scheduler=scheduler or None,
+        scheduler=scheduler,
         dtype=dtype,
     )
     with Pipeline.from_config(read) as pipeline:
-        given = {key: value for key, value in settings.items() if value is not None}
-        Chat(pipeline, system, show_accepted, given).run()
+        Chat(pipeline, system, show_accepted, settings).run()
 
 
 class Chat:

@@ -47,7 +47,7 @@ def command(
         target=target,
         drafter=drafter,
         verifier=verifier,
-        scheduler=scheduler or None,
+        scheduler=scheduler,
         dtype=dtype,
     )
     print_json(read.resolved())

@@ -15,10 +15,17 @@ from specfw.cli.options import (
     Drafter,
     Dtype,
     JsonOutput,
+    MinP,
     Overrides,
     Schedulers,
+    Seed,
+    ShowAccepted,
     Target,
+    Temperature,
+    TopK,
+    TopP,
     Verifier,
+    given,
     output_mapping,
     print_json,
     read_config,
@@ -49,26 +56,16 @@ def command(
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to emit.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from the k most likely tokens only.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the smallest set of this mass.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens below this share of the best one's.")
-    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     stop: Annotated[list[str] | None, typer.Option(help="A stop string; may be repeated.")] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities, with this many alternatives.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed of all chance.")] = None,
-    show_accepted: Annotated[
-        bool, typer.Option(help="Colour steps in which drafted tokens were kept.")
-    ] = False,
+    seed: Seed = None,
+    show_accepted: ShowAccepted = False,
     target: Target = None,
     drafter: Drafter = None,
     verifier: Verifier = None,
@@ -81,20 +78,16 @@ def command(
     """Decode one or more prompts."""
     from specfw.pipeline import Pipeline
 
-    settings: dict[str, Any] = {
-        key: value
-        for key, value in {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "stop": stop or None,
-            "logprobs": logprobs,
-            "seed": seed,
-        }.items()
-        if value is not None
-    }
+    settings = given(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stop,
+        logprobs=logprobs,
+        seed=seed,
+    )
     texts = _prompts(prompt, prompt_file)
     read = read_config(
         config,
@@ -102,7 +95,7 @@ def command(
         target=target,
         drafter=drafter,
         verifier=verifier,
-        scheduler=scheduler or None,
+        scheduler=scheduler,
         dtype=dtype,
     )
     with Pipeline.from_config(read) as pipeline:

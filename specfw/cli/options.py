@@ -19,14 +19,28 @@ __all__ = [
     "Drafter",
     "Dtype",
     "JsonOutput",
+    "MinP",
     "Overrides",
     "Schedulers",
+    "Seed",
+    "ShowAccepted",
     "Target",
+    "Temperature",
+    "TopK",
+    "TopP",
     "Verifier",
+    "given",
     "output_mapping",
     "print_json",
     "read_config",
 ]
+
+Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens only.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the smallest set of this mass.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the best one's.")]
+Seed = Annotated[int | None, typer.Option(help="The seed of all chance.")]
+ShowAccepted = Annotated[bool, typer.Option(help="Colour steps in which drafted tokens were kept.")]
 
 _PIPELINE = "Pipeline"
 
@@ -70,12 +84,17 @@ Dtype = Annotated[
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: neither None nor an empty list."""
+    return {key: value for key, value in options.items() if value is not None and value != []}
+
+
 def read_config(
     file: Path | None,
     overrides: list[str] | None,
     *,
     default_target: str | None = None,
-    **given: Any,
+    **options: Any,
 ) -> PipelineConfig:
     """The config file, then the options that were given, then every `--set`.
 
@@ -83,7 +102,7 @@ def read_config(
         ConfigError: any of them is wrong.
     """
     settings: dict[str, Any] = load_config(file) if file else {}
-    settings |= {key: value for key, value in given.items() if value is not None}
+    settings |= given(**options)
     if default_target is not None:
         settings.setdefault("target", default_target)
     return PipelineConfig(**apply_overrides(settings, overrides or [], PluginManager()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,21 +31,11 @@ from specfw.plugins import PluginManager
 from specfw.references import Reference, parse_reference
 from specfw.testing import MixtureDrafter, ScriptedDrafter, TableDrafter
 from specfw.testing.conformance import DrafterConformance
+from specfw.testing.drafting import ROOMY, Text
 from specfw.types import SamplingParams
 
 VOCAB = 64
-ROOMY = DraftLimits(max_nodes=64, max_depth=64, max_width=64)
 CPU = torch.device("cpu")
-
-
-@dataclass(eq=False)
-class Text(RequestView):
-    """A request that only has tokens."""
-
-    tokens: Sequence[int]
-    id: int = 0
-    prompt_length: int = 0
-    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 class Script(Drafter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,9 @@ from specfw_plugin_ngram import NgramDrafter, NgramOptions
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from specfw.builtins import NoDrafter
-from specfw.contracts import Drafter, DraftLimits, Feedback, RequestView, TargetInfo, Verifier
-from specfw.decoding.builder import DraftBuilder
+from specfw.contracts import Drafter, DraftLimits, Feedback, TargetInfo, Verifier
 from specfw.decoding.coupled import CoupledVerifier
 from specfw.decoding.draft import Draft
-from specfw.decoding.probabilities import SamplingBatch, SamplingState
 from specfw.decoding.random import KeyedSource
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
@@ -27,10 +24,10 @@ from specfw.engine.fixed import FixedScheduler
 from specfw.engine.memory import KVMemory
 from specfw.engine.model_runner import ModelRunner
 from specfw.plugins import PluginManager
+from specfw.testing.drafting import ROOMY, Text, draft
 from specfw.types import Output, SamplingParams, SpeculationParams
 
 VOCAB = 64
-ROOMY = DraftLimits(max_nodes=64, max_depth=64, max_width=64)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,37 +37,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@dataclass(eq=False)
-class Text(RequestView):
-    """A request that only has tokens."""
-
-    tokens: Sequence[int]
-    id: int = 0
-    prompt_length: int = 0
-    params: SamplingParams = field(default_factory=SamplingParams)
-
-
-def draft(drafter: Drafter, request: Text, limits: DraftLimits = ROOMY) -> Draft:
-    """What `drafter`, which has begun `request`, drafts for it now."""
-    cpu = torch.device("cpu")
-    state = SamplingState(request.params, request.tokens, [], [], VOCAB, cpu)
-    root, start = torch.tensor([[request.tokens[-1]], [len(request.tokens) - 1]])
-    builder = DraftBuilder(
-        root,
-        start,
-        torch.zeros_like(root),
-        [limits],
-        SamplingBatch([state]),
-        KeyedSource(),
-        "target",
-        VOCAB,
-    )
-    drafter.propose([request], builder)
-    result = builder.build()
-    result.check()
-    return result
 
 
 def paths(drafted: Draft) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from specfw_plugin_recycling import RecyclingDrafter, RecyclingOptions, WarmTable
 
-from specfw.contracts import Drafter, DraftLimits, Feedback, RankedRows, RequestView, TargetInfo
-from specfw.decoding.builder import DraftBuilder
+from specfw.contracts import Drafter, DraftLimits, Feedback, RankedRows, TargetInfo
 from specfw.decoding.draft import Draft
-from specfw.decoding.probabilities import SamplingBatch, SamplingState
-from specfw.decoding.random import KeyedSource
 from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
 from specfw.testing.conformance import DrafterConformance
-from specfw.types import SamplingParams
+from specfw.testing.drafting import Text, draft
 
 VOCAB = 64
-ROOMY = DraftLimits(max_nodes=64, max_depth=64, max_width=64)
 CPU = torch.device("cpu")
-
-
-@dataclass(eq=False)
-class Text(RequestView):
-    """A request that only has tokens."""
-
-    tokens: Sequence[int]
-    id: int = 0
-    prompt_length: int = 0
-    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 def begun(
@@ -57,26 +42,6 @@ def teach(drafter: Drafter, pair: Sequence[int], successors: Sequence[int], id: 
     rows = RankedRows(np.array([pair[-1]]), np.array([-1]), np.array([successors]))
     text = Text([*pair, successors[0]], id)
     drafter.observe(Feedback([text], [[successors[0]]], [[]], [0], ranked=[rows]))
-
-
-def draft(drafter: Drafter, request: Text, limits: DraftLimits = ROOMY) -> Draft:
-    """What `drafter`, which has begun `request`, drafts for it now."""
-    state = SamplingState(request.params, request.tokens, [], [], VOCAB, CPU)
-    root, start = torch.tensor([[request.tokens[-1]], [len(request.tokens) - 1]])
-    builder = DraftBuilder(
-        root,
-        start,
-        torch.zeros_like(root),
-        [limits],
-        SamplingBatch([state]),
-        KeyedSource(),
-        "target",
-        VOCAB,
-    )
-    drafter.propose([request], builder)
-    result = builder.build()
-    result.check()
-    return result
 
 
 def paths(drafted: Draft) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +16,17 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from specfw_plugin_suffix import Library, SuffixAutomaton, SuffixDrafter, SuffixOptions
 
-from specfw.contracts import Drafter, DraftLimits, Feedback, RequestView, TargetInfo
-from specfw.decoding.builder import DraftBuilder
+from specfw.contracts import Drafter, DraftLimits, Feedback, TargetInfo
 from specfw.decoding.draft import Draft
-from specfw.decoding.probabilities import SamplingBatch, SamplingState
-from specfw.decoding.random import KeyedSource
 from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
+from specfw.testing import drafting
 from specfw.testing.conformance import DrafterConformance
-from specfw.types import SamplingParams
+from specfw.testing.drafting import ROOMY, Text
 
 VOCAB = 128
-ROOMY = DraftLimits(max_nodes=64, max_depth=64, max_width=64)
 CPU = torch.device("cpu")
-
-
-@dataclass(eq=False)
-class Text(RequestView):
-    """A request that only has tokens."""
-
-    tokens: Sequence[int]
-    id: int = 0
-    prompt_length: int = 0
-    params: SamplingParams = field(default_factory=SamplingParams)
-
-
-def draft(drafter: Drafter, request: Text, limits: DraftLimits = ROOMY) -> Draft:
-    """What `drafter`, which has begun `request`, drafts for it now."""
-    state = SamplingState(request.params, request.tokens, [], [], VOCAB, CPU)
-    root, start = torch.tensor([[request.tokens[-1]], [len(request.tokens) - 1]])
-    builder = DraftBuilder(
-        root,
-        start,
-        torch.zeros_like(root),
-        [limits],
-        SamplingBatch([state]),
-        KeyedSource(),
-        "target",
-        VOCAB,
-    )
-    drafter.propose([request], builder)
-    result = builder.build()
-    result.check()
-    return result
+draft = partial(drafting.draft, vocab_size=VOCAB)
 
 
 def paths(drafted: Draft) -> list[list[int]]:
