@@ -36,7 +36,7 @@ demo: $(DEMO_WEIGHTS)
 
 # One worker a core, each with one thread: two threads of torch on small tensors only wait for each other.
 test: $(DEMO_WEIGHTS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -8,20 +8,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from specfw import Pipeline
 from specfw.cli import chat, main
 from specfw.errors import ConfigError
 from tests.byte_models import save_tiny_chat
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

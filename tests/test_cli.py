@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -27,14 +26,6 @@ ROOT = Path(__file__).parent.parent
 STABLE_KEYS = {"text", "token_ids", "finish_reason", "usage", "speculation"}
 USAGE_KEYS = {"prompt_tokens", "completion_tokens"}
 SPECULATION_KEYS = {"guarantee", "drafted", "accepted", "acceptance_length", "target_passes"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

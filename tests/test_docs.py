@@ -18,7 +18,6 @@ from typing import Any, get_args
 
 import pluggy
 import pytest
-import torch
 from typer.main import get_group
 
 from specfw import Pipeline, PipelineConfig, errors, hookspecs
@@ -89,10 +88,8 @@ def reader(tiny_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(FILTER_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    threads, modules = torch.get_num_threads(), set(sys.modules)
-    torch.set_num_threads(1)
+    modules = set(sys.modules)
     yield tmp_path
-    torch.set_num_threads(threads)
     for name in set(sys.modules) - modules:
         if (origin := getattr(sys.modules[name], "__file__", None)) and tmp_path in Path(
             origin

@@ -6,7 +6,7 @@ import gc
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,6 @@ from tests.engine_kit import (
 from tests.tiny_models import CONTEXT, EOS, VOCAB_SIZE, WINDOW, build, tiny
 
 VERIFIERS = [CoupledVerifier, RejectionVerifier]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def greedy(new: int, **settings: Any) -> SamplingParams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -45,14 +45,6 @@ from specfw.types import Guarantee, SamplingParams
 
 VERIFIERS = [CoupledVerifier, RejectionVerifier]
 PLAIN = SamplingParams(temperature=1.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TestCoupled(VerifierConformance):

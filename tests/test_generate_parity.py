@@ -36,15 +36,7 @@ class Shared(TargetLoader):
 
 
 @pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def plain(one_thread: None) -> Iterator[Pipeline]:
+def plain() -> Iterator[Pipeline]:
     with Pipeline.from_config({"target": "demo", "dtype": "float32"}) as pipeline:
         yield pipeline
 

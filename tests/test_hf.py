@@ -5,7 +5,7 @@ Random float32 models decide by margins far above rounding, so ids must be equal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from threading import Thread
@@ -39,14 +39,6 @@ DRAFTERS = ("none", "ngram", "oracle")
 NEW = 12
 LENGTHS = (9, 6, 3)
 """Of the prompts, which are padded in front to the longest."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class EvenAfter(LogitsProcessor):

@@ -8,7 +8,7 @@ forward over that row's own path. The mutants show that this one check sees each
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,14 +32,6 @@ summation, each a few ulps of 4.
 """
 
 LONG_CHUNK = 24  # more than a decode with its tree, so that it has an attention group of its own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

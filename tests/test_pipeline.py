@@ -39,14 +39,6 @@ CHAT = [{"role": "user", "content": "hello"}]
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=7, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_chat(tmp_path_factory.mktemp("tiny"))

@@ -9,7 +9,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from specfw.bench.profile import Profile, plot_profile, profile_target
@@ -68,11 +67,9 @@ def test_what_follows_from_a_curve() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     """Its JSON has the keys that the page names, and schedulers can read it."""
-    threads = torch.get_num_threads()
     result = CliRunner().invoke(
         app, ["profile", "--target", "table", "--rows", "1,2,4", "--context", "4", "--json"]
     )
-    torch.set_num_threads(threads)
     assert result.exit_code == 0, result.output
     path = tmp_path / "profile.json"
     path.write_text(result.stdout)

@@ -36,14 +36,6 @@ VERIFIERS = [CoupledVerifier, RejectionVerifier]
 VOCAB = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def nudge(ids: Tensor, scores: Tensor) -> Tensor:
     """Scores that depend on the whole history, and on its order."""
     places = torch.arange(1, ids.shape[1] + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,6 @@ from specfw.testing.drafting import ROOMY, Text, draft
 from specfw.types import Output, SamplingParams, SpeculationParams
 
 VOCAB = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are many times slower when threads wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def paths(drafted: Draft) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,15 +52,6 @@ from specfw.types import SamplingParams, SpeculationParams
 VOCAB = 64
 FAMILIES = ["llama", "gpt2", "gemma3-window"]
 SIZES = (3, 9, 20, 1, 14)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are many times slower when threads wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def config_of(kind: str, vocab: int, positions: int) -> Any:
