@@ -76,7 +76,10 @@ class RequestView(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """How much may be drafted for one request in one step: nodes in all, depth, siblings."""
+    """How much may be drafted for one request in one step: nodes in all, depth, siblings.
+
+    Extra rows count as nodes.
+    """
 
     max_nodes: int = 0
     max_depth: int = 0
@@ -103,14 +106,14 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class RankedRows:
-    """The target's most likely tokens after each node of one request's draft, kept or not."""
+    """The target's most likely tokens after each of some rows of one request."""
 
     tokens: NDArray[np.int64]
-    """What each node carries, [N]; node 0 is the root."""
+    """What each row carries, [N]."""
     parents: NDArray[np.int64]
-    """Each node's parent, [N]; -1 at the root."""
+    """Which of the rows each one follows, [N]; negative where it is none of them."""
     top: NDArray[np.int64]
-    """Token ids after each node, best first, [N, top_k], by the target's raw logits."""
+    """Token ids after each row, best first, [N, k], by the target's raw logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +143,13 @@ class Feedback:
     chunks: Sequence[ReadChunk] = ()
     """If the drafter requires hidden states: what was read of long prompts, whose requests are not in `requests`."""
     ranked: Sequence[RankedRows] = ()
-    """Per request, if the drafter requires `top_k`."""
+    """Per request, if the drafter requires `top_k`: every node of the draft, kept or not; row 0 is the root."""
+    extra: Sequence[RankedRows] = ()
+    """Per request, if the step had any: its extra rows (`DraftBuilder.extra`), with `top_k` tokens, at least one."""
     tested: Sequence[int] = ()
     """Depths per request at which a draft token was tested; all but the last of them, or all, were kept."""
     rows: int = 0
-    """Rows of this target pass, drafts and prefill chunks included."""
+    """Rows of this target pass: drafts, extra rows and prefill chunks included."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of this step's phases so far: plan, draft, forward, verify, commit."""
 
@@ -177,7 +182,8 @@ class Drafter(ABC):
         """Add draft nodes for `requests` through `builder.sample` and `builder.guess`.
 
         `requests[i]` is the builder's request i; `builder.roots[i]` is its root's handle and
-        `builder.limits[i]` its limits. Adding nothing is ordinary decoding.
+        `builder.limits[i]` its limits. Adding nothing is ordinary decoding. What a drafter wants to
+        know of the target, but not to propose, it adds through `builder.extra`.
         """
 
     def observe(self, feedback: Feedback) -> None:

@@ -286,6 +286,7 @@ class SpeculationStats:
 
     `drafted` and `accepted` count draft tokens really proposed and really kept in the output;
     `target_passes` counts target passes that emitted for this request;
+    `extra_rows` counts rows that those passes scored for a drafter besides drafts;
     `drafted_rounds` counts those of them that had a draft;
     `accepted_histogram[n]` counts drafted rounds in which exactly n draft tokens were kept;
     `tested_by_depth` and `accepted_by_depth` count draft positions at which a draft token was
@@ -297,6 +298,7 @@ class SpeculationStats:
     accepted: int = 0
     emitted: int = 0
     target_passes: int = 0
+    extra_rows: int = 0
     drafted_rounds: int = 0
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     tested_by_depth: list[int] = field(default_factory=list)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specfw.contracts import DraftLimits
-from specfw.decoding.draft import Draft, Kind
+from specfw.decoding.draft import Draft, ExtraRows, Kind
 from specfw.decoding.probabilities import SamplingBatch
 from specfw.decoding.random import Purpose, RandomSource, Site
 from specfw.errors import ContractError
@@ -24,6 +24,8 @@ from specfw.errors import ContractError
 __all__ = ["DraftBuilder"]
 
 Handles = NDArray[np.int64]
+
+_NO_END = 1 << 30
 
 
 class DraftBuilder:
@@ -44,6 +46,7 @@ class DraftBuilder:
         noise: Literal["target", "draft"],
         vocab_size: int,
         may_draw: Callable[[Tensor], Tensor | None] = lambda q: None,
+        reach: Sequence[int] | None = None,
     ) -> None:
         """Start with roots only.
 
@@ -55,6 +58,7 @@ class DraftBuilder:
             noise: the verifier's (`Verifier.noise`).
             vocab_size: width of the target's logits rows.
             may_draw: the schedulers' stop rule, asked with each law q [M, V] before a draw.
+            reach: how many positions the context has left behind each root; None for no end.
         """
         self.limits = list(limits)
         self._draft = Draft.empty(root, start, seed)
@@ -78,6 +82,10 @@ class DraftBuilder:
         self._above: DraftBuilder | None = None  # whose limits hold too
         self._roots = np.arange(len(self.limits), dtype=np.int64) * self._capacity
         self._spent = np.zeros(len(self.limits), np.int64)
+        self._added = np.zeros(len(self.limits), np.int64)
+        self._reach = [_NO_END] * len(self.limits) if reach is None else list(reach)
+        self.extras = [ExtraRows() for _ in self.limits]
+        """The extra rows of each request of the draft."""
         self.non_finite = torch.zeros_like(root, dtype=torch.bool)
         """bool [B]: requests for which a drafter handed over logits without a law."""
 
@@ -88,8 +96,18 @@ class DraftBuilder:
 
     @property
     def added(self) -> NDArray[np.int64]:
-        """How many nodes each request has got through this builder, [B]."""
+        """How many draft nodes each request has got through this builder, [B]."""
+        return self._added.copy()
+
+    @property
+    def spent(self) -> NDArray[np.int64]:
+        """How many of `max_nodes` each request has used through this builder, extra rows included: [B]."""
         return self._spent.copy()
+
+    @property
+    def extra_limits(self) -> list[DraftLimits]:
+        """What `extra` may still add below each root: rows, and how deep they may lie."""
+        return [self._extra_limit(int(root)) for root in self._roots]
 
     def limited(self, limits: Sequence[DraftLimits], roots: Handles | None = None) -> DraftBuilder:
         """A builder of the same trees that adds at most `limits` below `roots`, for combinators.
@@ -101,6 +119,7 @@ class DraftBuilder:
         view._above = self
         view._roots = self.roots if roots is None else np.asarray(roots, np.int64)
         view._spent = np.zeros(len(view._roots), np.int64)
+        view._added = view._spent.copy()
         view.limits = [
             limit & self._left_below(int(root))
             for limit, root in zip(limits, view._roots, strict=True)
@@ -168,11 +187,7 @@ class DraftBuilder:
         """
         handles: list[int] = []
         for token in tokens:
-            if not 0 <= token < self._vocab_size:
-                raise ContractError(
-                    f"draft: token id {token} is outside the target's vocabulary of {self._vocab_size}; "
-                    "guess only ids that the target can emit"
-                )
+            self._check_token(token)
             known = self._find_guess(parent, token)
             if known is None:
                 if self._room(parent) == 0:
@@ -219,6 +234,43 @@ class DraftBuilder:
                 drawn = draw(parents[rows[part]], scores[self._index(part)], room[rows[part]])
                 handles[rows[part], : drawn.shape[1]] = drawn
         return handles
+
+    def extra(self, parent: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Have rows scored that are no draft: none is ever emitted, and their KV is dropped.
+
+        What the target ranks highest after each comes back in `Feedback.extra`. They use up
+        `max_nodes` as draft nodes do, but neither depth nor width, and are cut at `extra_limits`.
+
+        Args:
+            parent: the node that they hang below, as a rule a root.
+            tokens: ids, [E].
+            parents: for each the place in `tokens` of what it follows, an earlier place, or -1 for
+                `parent`: [E].
+
+        Returns:
+            Their places in the request's entry of `Feedback.extra`, in order; fewer where they were cut.
+
+        Raises:
+            ContractError: a token id is outside the target's vocabulary, or a row follows a later one.
+        """
+        limit, (row, node) = self._extra_limit(parent), divmod(parent, self._capacity)
+        rows, depths = self.extras[row], dict.fromkeys((-1,), 0)
+        first = len(rows)
+        for place, (token, above) in enumerate(zip(tokens, parents, strict=True)):
+            self._check_token(token)
+            if above not in depths:
+                raise ContractError(
+                    f"draft: extra row {place} follows row {above}, expected -1 or an earlier row; put "
+                    "rows behind those that they follow"
+                )
+            depths[place] = depths[above] + 1
+            if place >= limit.max_nodes or depths[place] > limit.max_depth:
+                break
+            rows.tokens.append(token)
+            rows.parents.append(~node if above < 0 else first + above)
+        for builder in self._chain():
+            builder._spent[builder._request(parent)] += len(rows) - first
+        return list(range(first, len(rows)))
 
     def build(self) -> Draft:
         """The finished draft, padded to its largest tree."""
@@ -335,6 +387,23 @@ class DraftBuilder:
         width = int(self._width.item(parent))
         return min(limit.max_nodes - int(self._spent[request]), limit.max_width - width)
 
+    def _extra_limit(self, parent: int) -> DraftLimits:
+        left = [
+            builder.limits[request].max_nodes - int(builder._spent[request])
+            for builder in self._chain()
+            for request in [builder._request(parent)]
+        ]
+        rows = max(0, min(left))
+        reach = self._reach[parent // self._capacity] - int(self._depth.item(parent))
+        return DraftLimits(rows, max(0, reach), rows)
+
+    def _check_token(self, token: int) -> None:
+        if not 0 <= token < self._vocab_size:
+            raise ContractError(
+                f"draft: token id {token} is outside the target's vocabulary of {self._vocab_size}; "
+                "use only ids that the target can emit"
+            )
+
     def _left_below(self, node: int) -> DraftLimits:
         """What this builder's own limits leave below a node."""
         request = self._request(node)
@@ -438,7 +507,9 @@ class DraftBuilder:
 
     def _add(self, parent: int, kind: Kind, qrow: int) -> int:
         for builder in self._chain():
-            builder._spent[builder._request(parent)] += 1
+            number = builder._request(parent)
+            builder._spent[number] += 1
+            builder._added[number] += 1
         request, above = divmod(parent, self._capacity)
         node = int(self._count[request])
         self._count[request] += 1

@@ -6,7 +6,7 @@ values; the tokens may live on the device only. So a step needs no synchronisati
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specfw.errors import ContractError
 
-__all__ = ["Draft", "Kind", "nothing"]
+__all__ = ["Draft", "ExtraRows", "Kind", "nothing"]
 
 
 class Kind(IntEnum):
@@ -25,6 +25,18 @@ class Kind(IntEnum):
 
     POINT = 0
     DENSE = 1
+
+
+@dataclass(slots=True)
+class ExtraRows:
+    """What is scored for one request beside its draft; verifiers never see it, and nothing of it is kept."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    """The extra row that each one follows, an earlier one, or ~n for the draft's node n; ~0 is the root."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass

@@ -328,17 +328,24 @@ class SamplingBatch:
 class NodeLaws:
     """p at the nodes that a verifier reaches, computed when asked for."""
 
-    def __init__(self, logits: Tensor, draft: Draft, sampling: SamplingBatch) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        draft: Draft,
+        sampling: SamplingBatch,
+        roots: NDArray[np.int64] | None = None,
+    ) -> None:
         """Bind the scored rows of a step.
 
         Args:
-            logits: the target's rows, [R, V]: every request's nodes in index order, request by request.
+            logits: the target's rows, [R, V]; those of a request's nodes lie together, in index order.
             draft: the draft that was scored.
             sampling: the settings of its requests, in its order.
+            roots: the row of each request's root, [B]; None if there are no rows but the nodes'.
         """
         self._logits = logits
-        sizes = draft.sizes
-        self._first_row = torch.from_numpy(sizes.cumsum() - sizes).to(logits.device)
+        first = draft.sizes.cumsum() - draft.sizes if roots is None else roots
+        self._first_row = torch.from_numpy(first).to(logits.device)
         self._draft = draft
         self._sampling = sampling
         self._every = np.arange(draft.batch)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from specfw.contracts import (
     Verifier,
 )
 from specfw.decoding.builder import DraftBuilder
-from specfw.decoding.draft import Draft
+from specfw.decoding.draft import Draft, ExtraRows
 from specfw.decoding.probabilities import NodeLaws, SamplingBatch
 from specfw.decoding.random import RandomSource
 from specfw.engine.batching import Segment
@@ -38,6 +38,7 @@ from specfw.engine.memory import KVMemory, Transaction
 from specfw.engine.model_runner import ModelRunner, Rows
 from specfw.engine.planning import Plan, Planner, Work
 from specfw.engine.prompt_logprobs import score_prompts, take_prompt_rows
+from specfw.engine.ranking import best_tokens, rank_rows
 from specfw.engine.requests import Request
 from specfw.errors import CapacityError, ConfigError
 from specfw.types import FinishReason, Output, SamplingParams
@@ -53,13 +54,17 @@ class Round:
 
     request: Request
     drafted: int
-    tested: int
+    extra: int
+    """Rows scored for the drafter besides the draft."""
+    tested: int = 0
     """Depths at which draft tokens were tested."""
-    kept: list[int]
+    kept: list[int] = field(default_factory=list)
     """Draft nodes whose tokens were emitted."""
-    emitted: list[int]
+    emitted: list[int] = field(default_factory=list)
     ends: FinishReason | None = None
     error: str | None = None
+    ranked: Sequence[RankedRows] = ()
+    """The target's best tokens after the draft's nodes, and after the extra rows."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class StepReport:
     admitted: int
     preempted: int
     drafted: int
+    extra_rows: int
+    """Rows scored for drafters besides drafts."""
     accepted: int
     emitted: int
     finished: list[Output]
@@ -81,12 +88,12 @@ class StepReport:
     def of(
         cls, plan: Plan, rounds: Sequence[Round], finished: list[Output], seconds: dict[str, float]
     ) -> StepReport:
-        drafted = sum(round.drafted for round in rounds)
         return cls(
             rows=_rows_scored(plan, rounds),
             admitted=len(plan.admitted),
             preempted=len(plan.preempted),
-            drafted=drafted,
+            drafted=sum(round.drafted for round in rounds),
+            extra_rows=sum(round.extra for round in rounds),
             accepted=sum(len(round.kept) for round in rounds),
             emitted=sum(len(round.emitted) for round in rounds),
             finished=finished,
@@ -204,14 +211,14 @@ class Engine:
                 memory.reserve(work.sequence, work.context + work.limits.max_nodes)
             draft, builder, sampling = self._draft(plan.decoding)
             clock.lap("draft")
-            rows = self._forward(plan.work, draft)
+            rows = self._forward(plan.work, draft, builder.extras)
             clock.lap("forward")
-            laws = NodeLaws(rows.logits, draft, sampling)
+            laws = NodeLaws(rows.logits, draft, sampling, rows.roots)
             outcome = self.verifier.verify(draft, laws, self.random)
             clock.lap("verify")
-            rounds = self._commit(plan, draft, builder, laws, outcome, memory)
+            rounds = self._commit(plan, draft, builder, rows, laws, outcome, memory)
         clock.lap("commit")
-        self._observe(plan, rounds, draft, builder, rows, clock.seconds)
+        self._observe(plan, rounds, builder, rows, clock.seconds)
         finished = [
             self._finish(round.request, round.ends, round.error) for round in rounds if round.ends
         ]
@@ -250,6 +257,7 @@ class Engine:
             self.verifier.noise,
             self.info.vocab_size,
             self._may_draw,
+            [self.max_length - len(request.tokens) for request in requests],
         )
         if any(work.limits.max_nodes for work in decoding):
             # What was drawn before a failure stays: dropping it could depend on what was drawn.
@@ -260,8 +268,8 @@ class Engine:
         answers = [answer for s in self.schedulers if (answer := s.before_draw(q)) is not None]
         return torch.stack(answers).all(0) if answers else None
 
-    def _forward(self, work: Sequence[Work], draft: Draft) -> Rows:
-        """Score the context and the draft of every request in one pass."""
+    def _forward(self, work: Sequence[Work], draft: Draft, extras: Sequence[ExtraRows]) -> Rows:
+        """Score the context, the draft and the extra rows of every request in one pass."""
         segments: list[Segment] = []
         rows: list[
             NDArray[np.int64]
@@ -269,12 +277,14 @@ class Engine:
         places: list[NDArray[np.int64]] = []
         first_row = b = 0
         for item in work:
-            nodes = int(draft.sizes[b]) if item.decodes else 1
-            segments.append(_segment(item, draft.parent[b, 1:nodes] if item.decodes else None))
             if item.decodes:
+                nodes = int(draft.sizes[b])
+                segments.append(_segment(item, draft.parent[b, 1:nodes], extras[b]))
                 rows.append(first_row + item.context + np.arange(nodes - 1))
                 places.append(b * draft.parent.shape[1] + np.arange(1, nodes))
                 b += 1
+            else:
+                segments.append(_chunk(item))
             first_row += len(segments[-1].tokens)
         index = np.concatenate([np.zeros(0, np.int64), *places])
         tokens = draft.token.reshape(-1)[torch.from_numpy(index).to(draft.token.device)]
@@ -283,13 +293,15 @@ class Engine:
         scored = self.runner.run(
             self.store, segments, device_tokens, self.drafter.requires.hidden_layers
         )
-        return take_prompt_rows(scored, work, segments)
+        begins = take_prompt_rows(scored.logits, work, segments)
+        return replace(scored, roots=begins[[item.decodes for item in work]])
 
     def _commit(
         self,
         plan: Plan,
         draft: Draft,
         builder: DraftBuilder,
+        rows: Rows,
         laws: NodeLaws,
         outcome: Outcome,
         memory: Transaction,
@@ -298,18 +310,20 @@ class Engine:
         columns = torch.stack(
             [outcome.node, outcome.next_token, laws.failed_at, builder.non_finite.long()], 1
         )
-        decided = (
-            torch.cat([columns, draft.token], 1).cpu().numpy()
-        )  # the step's one synchronisation
+        top = best_tokens(rows.logits, self.drafter.requires.top_k or int(any(builder.extras)))
+        # the step's one synchronisation
+        decided, best = _fetch(torch.cat([columns, draft.token], 1), top)
         paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
         self.store.compact(
             (work.sequence, work.sequence.n_kv + work.context, [node - 1 for node in path])
             for work, path in zip(plan.decoding, paths, strict=True)
         )
         rounds = [
-            self._settle(b, work.request, draft, paths[b], decided[b], laws)
+            self._settle(b, work.request, draft, builder, paths[b], decided[b], laws)
             for b, work in enumerate(plan.decoding)
         ]
+        for b, (round, root) in enumerate(zip(rounds, rows.roots, strict=True)):
+            round.ranked = rank_rows(draft, builder.extras[b], b, decided[b, 4:], best[root:])
         kept = {round.request: len(round.kept) for round in rounds if round.error is None}
         for work in plan.work:
             if not work.decodes or work.request in kept:
@@ -325,29 +339,23 @@ class Engine:
         b: int,
         request: Request,
         draft: Draft,
+        builder: DraftBuilder,
         path: list[int],
         decided: NDArray[np.int64],
         laws: NodeLaws,
     ) -> Round:
         """Emit what request `b` got, and count it."""
         next_token, failed_at, non_finite = (int(value) for value in decided[1:4])
-        drafted = int(draft.sizes[b]) - 1
+        round = Round(request, int(draft.sizes[b]) - 1, len(builder.extras[b]))
+        failure = laws.failures.get(b)
         if failed_at >= 0:
-            return Round(
-                request,
-                drafted,
-                0,
-                [],
-                [],
-                "error",
-                (
-                    f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
-                    "drawn there; check the model's weights and dtype, and whether the request's settings "
-                    "leave any token"
-                ),
+            failure = (
+                f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
+                "drawn there; check the model's weights and dtype, and whether the request's settings "
+                "leave any token"
             )
-        if (failure := laws.failures.get(b)) is not None:
-            return Round(request, drafted, 0, [], [], "error", failure)
+        if failure is not None:
+            return replace(round, ends="error", error=failure)
         if non_finite:
             self._stop_drafting(request, "handed over NaN or infinite logits")
         taken, ends = request.emit(
@@ -356,16 +364,17 @@ class Engine:
         kept = path[:taken]
         deepest = int(draft.depth[b].max())
         tested = min(len(path) + (len(path) < deepest), taken)
-        request.count(drafted, tested, len(kept), taken)
+        request.count(round.drafted, round.extra, tested, len(kept), taken)
         request.add_logprobs(laws, b, [0, *path][:taken])
         emitted = request.tokens[len(request.tokens) - taken :]
-        return Round(request, drafted, tested, kept, emitted, ends, request.stopper.error)
+        return replace(
+            round, tested=tested, kept=kept, emitted=emitted, ends=ends, error=request.stopper.error
+        )
 
     def _observe(
         self,
         plan: Plan,
         rounds: Sequence[Round],
-        draft: Draft,
         builder: DraftBuilder,
         rows: Rows,
         seconds: dict[str, float],
@@ -379,7 +388,8 @@ class Engine:
             drafted=[round.drafted for _, round in told],
             hidden=_hidden_of(plan, rounds, rows),
             chunks=_chunks_of(plan, rows),
-            ranked=_ranked(draft, [b for b, _ in told], rows, self.drafter.requires.top_k),
+            ranked=[round.ranked[0] for _, round in told] if self.drafter.requires.top_k else (),
+            extra=[round.ranked[1] for _, round in told] if any(builder.extras) else (),
             tested=[round.tested for _, round in told],
             rows=_rows_scored(plan, rounds),
             seconds=dict(seconds),
@@ -451,7 +461,9 @@ class Engine:
 
 def _rows_scored(plan: Plan, rounds: Sequence[Round]) -> int:
     """Tokens that went through the target."""
-    return sum(work.context for work in plan.work) + sum(round.drafted for round in rounds)
+    return sum(work.context for work in plan.work) + sum(
+        round.drafted + round.extra for round in rounds
+    )
 
 
 def _token_ids(params: SamplingParams) -> dict[str, list[int]]:
@@ -467,20 +479,30 @@ def _token_ids(params: SamplingParams) -> dict[str, list[int]]:
     }
 
 
-def _segment(work: Work, draft_parents: NDArray[np.int32] | None) -> Segment:
-    """The context of a request as a chain, and its draft below the last context token."""
-    context, sequence = work.context, work.sequence
-    tokens = np.array(work.request.tokens[sequence.n_kv : sequence.n_kv + context], np.int64)
-    chain = np.arange(-1, context - 1)
-    if draft_parents is None:
-        return Segment(sequence, tokens, chain, np.zeros(0, np.int64))
-    nodes = len(draft_parents)
-    return Segment(
-        sequence,
-        np.concatenate([tokens, np.full(nodes, -1)]),
-        np.concatenate([chain, context - 1 + draft_parents]),
-        np.arange(context - 1, context + nodes),
+def _chunk(work: Work) -> Segment:
+    """The context of a request as a chain, of which nothing is scored."""
+    sequence = work.sequence
+    tokens = np.array(work.request.tokens[sequence.n_kv : sequence.n_kv + work.context], np.int64)
+    return Segment(sequence, tokens, np.arange(-1, work.context - 1), np.zeros(0, np.int64))
+
+
+def _segment(work: Work, draft_parents: NDArray[np.int32], extra: ExtraRows) -> Segment:
+    """A chunk with the draft below its last token, and the extra rows, all scored."""
+    chunk, root = _chunk(work), work.context - 1
+    first_extra = work.context + len(draft_parents)
+    above = np.array(extra.parents, np.int64)
+    chunk.tokens = np.concatenate(
+        [chunk.tokens, np.full(len(draft_parents), -1), np.array(extra.tokens, np.int64)]
     )
+    chunk.parents = np.concatenate(
+        [
+            chunk.parents,
+            root + draft_parents,
+            np.where(above < 0, root + ~above, first_extra + above),
+        ]
+    )
+    chunk.scored = np.arange(root, len(chunk.parents))
+    return chunk
 
 
 def _hidden_of(plan: Plan, rounds: Sequence[Round], rows: Rows) -> dict[int, list[Tensor]]:
@@ -514,18 +536,9 @@ def _chunks_of(plan: Plan, rows: Rows) -> list[ReadChunk]:
     ]
 
 
-def _ranked(draft: Draft, requests: Sequence[int], rows: Rows, top_k: int) -> list[RankedRows]:
-    """The best tokens after every scored node of some requests."""
-    if not top_k or not requests:
-        return []
-    top = rows.logits.topk(min(top_k, rows.logits.shape[-1]), -1).indices.cpu().numpy()
-    tokens = draft.token.cpu().numpy()
-    first = draft.sizes.cumsum() - draft.sizes
-    return [
-        RankedRows(
-            tokens[b, : draft.sizes[b]],
-            draft.parent[b, : draft.sizes[b]].astype(np.int64),
-            top[first[b] : first[b] + draft.sizes[b]],
-        )
-        for b in requests
-    ]
+def _fetch(*tables: Tensor) -> list[NDArray[np.int64]]:
+    """Integer tables on the host, in one transfer."""
+    flat = torch.cat([table.reshape(-1) for table in tables]).cpu().numpy()
+    ends = np.cumsum([table.numel() for table in tables])
+    parts = zip(np.split(flat, ends[:-1]), tables, strict=True)
+    return [part.reshape(table.shape) for part, table in parts]

@@ -28,6 +28,9 @@ class Rows:
     logits: Tensor  # [R, V], the scored nodes of all segments in order
     hidden: dict[int, Tensor] = field(default_factory=dict)  # asked-for layer -> [T, H]
     first_token: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[S], packed row of each segment's first token."""
+    roots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[B], logits row of each decoding request's root; those of its draft follow, then its extra rows."""
 
 
 class ModelRunner:

@@ -112,13 +112,14 @@ class Request(RequestView):
             self.pieces.append(Piece(self.stopper.take(), list(tokens), accepted, self.index))
         return taken, reason
 
-    def count(self, drafted: int, tested: int, kept: int, emitted: int) -> None:
+    def count(self, drafted: int, extra: int, tested: int, kept: int, emitted: int) -> None:
         """Add one target pass to the statistics; `tested` depths had a draft token that was tested."""
         stats = self.stats
         stats.target_passes += 1
         stats.drafted += drafted
         stats.accepted += kept
         stats.emitted += emitted
+        stats.extra_rows += extra
         if drafted:
             stats.drafted_rounds += 1
             stats.accepted_histogram[kept] = stats.accepted_histogram.get(kept, 0) + 1

@@ -12,7 +12,12 @@ from specfw.lazy import lazy_names
 if TYPE_CHECKING:
     from specfw.testing.cases import Case
     from specfw.testing.certification import Certificate, certify
-    from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
+    from specfw.testing.drafters import (
+        CuriousDrafter,
+        MixtureDrafter,
+        ScriptedDrafter,
+        TableDrafter,
+    )
     from specfw.testing.enumeration import EnumSource, enumerate_runs
     from specfw.testing.laws import output_law, target_law, total_variation
     from specfw.testing.table_model import TableLM, TableTokenizer
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Case",
     "Certificate",
+    "CuriousDrafter",
     "EnumSource",
     "MixtureDrafter",
     "ScriptedDrafter",
@@ -38,6 +44,7 @@ __getattr__ = lazy_names(
     {
         "Case": "specfw.testing.cases",
         "Certificate": "specfw.testing.certification",
+        "CuriousDrafter": "specfw.testing.drafters",
         "EnumSource": "specfw.testing.enumeration",
         "MixtureDrafter": "specfw.testing.drafters",
         "ScriptedDrafter": "specfw.testing.drafters",

@@ -32,7 +32,7 @@ from specfw.contracts import (
 )
 from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.coupled import CoupledVerifier
-from specfw.decoding.draft import Draft
+from specfw.decoding.draft import Draft, ExtraRows
 from specfw.decoding.probabilities import NodeLaws, SamplingBatch
 from specfw.decoding.random import KeyedSource, RandomSource
 from specfw.decoding.rejection import RejectionVerifier
@@ -50,7 +50,7 @@ _LONG = Case(SETTINGS["temperature"], vocab_size=4, horizon=10, batch=3)
 """Enough steps for state to go wrong; run with keyed noise, not enumerated."""
 
 Node = tuple[int, int, int]
-"""Parent, token and kind of a draft node."""
+"""Parent, token and kind of a draft node; the kind of an extra row is -1."""
 
 
 class _Recorder(Drafter):
@@ -60,6 +60,7 @@ class _Recorder(Drafter):
         self.inner = inner
         self.drafts: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
         self.last: Draft | None = None
+        self.extras: list[ExtraRows] = []
 
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
@@ -74,10 +75,12 @@ class _Recorder(Drafter):
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         self.inner.propose(requests, builder)
-        self.last = builder.build()
+        self.last, self.extras = builder.build(), builder.extras
         for b, request in enumerate(requests):
             if builder.limits[b].max_nodes:
-                self.drafts[request.params.seed or 0, tuple(request.tokens)] = _nodes(self.last, b)
+                self.drafts[request.params.seed or 0, tuple(request.tokens)] = _nodes(
+                    self.last, builder.extras[b], b
+                )
 
     def take(self) -> Draft | None:
         """The draft made since the last call."""
@@ -94,10 +97,13 @@ class _Recorder(Drafter):
         self.inner.close()
 
 
-def _nodes(draft: Draft, b: int) -> list[Node]:
-    return [
+def _nodes(draft: Draft, extra: ExtraRows, b: int) -> list[Node]:
+    nodes = [
         (int(draft.parent[b, i]), int(draft.token[b, i]), int(draft.kind[b, i]))
         for i in range(1, int(draft.sizes[b]))
+    ]
+    return nodes + [
+        (row, token, -1) for row, token in zip(extra.parents, extra.tokens, strict=True)
     ]
 
 
@@ -152,7 +158,7 @@ class DrafterConformance(ABC):
 
     @pytest.mark.parametrize("limits", [(0, 0, 1), (1, 1, 1), (2, 1, 2), (3, 3, 1), (5, 2, 3)])
     def test_drafts_within_limits(self, limits: tuple[int, int, int]) -> None:
-        """More nodes, depth or width than allowed would not fit into the pass."""
+        """More nodes, extra rows, depth or width than allowed would not fit into the pass."""
         recorder = _Recorder(self.make())
         case = _LONG
         engine = build_engine(
@@ -166,7 +172,8 @@ class DrafterConformance(ABC):
             engine.step()
             if (draft := recorder.take()) is not None:
                 draft.check()
-                assert int(draft.sizes.max(initial=1)) - 1 <= limits[0]
+                extra = [len(rows) for rows in recorder.extras]
+                assert int((draft.sizes + extra).max(initial=1)) - 1 <= limits[0]
                 assert draft.max_depth <= limits[1]
                 assert draft.max_width <= limits[2]
         assert not engine.faults

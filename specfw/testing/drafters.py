@@ -10,11 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specfw.contracts import Drafter, RequestView, TargetInfo
+from specfw.contracts import Drafter, Feedback, RequestView, Requirements, TargetInfo
 from specfw.decoding.builder import DraftBuilder
 from specfw.testing.table_model import TableLM
 
-__all__ = ["MixtureDrafter", "Relation", "ScriptedDrafter", "TableDrafter", "relative"]
+__all__ = [
+    "CuriousDrafter",
+    "MixtureDrafter",
+    "Relation",
+    "ScriptedDrafter",
+    "TableDrafter",
+    "relative",
+]
 
 Relation = Literal["identical", "near", "unrelated", "sparse", "one_hot", "disjoint"]
 
@@ -114,3 +121,47 @@ class ScriptedDrafter(Drafter):
                 logits[:, int(random.integers(self._vocab_size))] = 1.0
                 handles = builder.sample(np.array([parent]), logits, width)
                 nodes += handles[handles >= 0].tolist()
+
+
+class CuriousDrafter(Drafter):
+    """Has random extra rows scored before and behind what another drafter drafts.
+
+    How many, and below which nodes, is a function of the seed and the committed tokens.
+    """
+
+    def __init__(self, inner: Drafter, seed: int = 0, most: int = 3, anywhere: bool = True) -> None:
+        """Up to `most` rows before, and as many behind; `anywhere` below draft nodes, else below roots."""
+        self._inner, self._seed, self._most, self._anywhere = inner, seed, most, anywhere
+
+    @property
+    def requires(self) -> Requirements:  # type: ignore[override]
+        return self._inner.requires
+
+    def attach(self, target: TargetInfo) -> None:
+        self._vocab_size = target.vocab_size
+        self._inner.attach(target)
+
+    def begin(self, request: RequestView) -> None:
+        self._inner.begin(request)
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        self._look(requests, builder, 0)
+        self._inner.propose(requests, builder)
+        self._look(requests, builder, 1)
+
+    def observe(self, feedback: Feedback) -> None:
+        self._inner.observe(feedback)
+
+    def end(self, request: RequestView) -> None:
+        self._inner.end(request)
+
+    def _look(self, requests: Sequence[RequestView], builder: DraftBuilder, turn: int) -> None:
+        nodes = builder.leaves() if self._anywhere else builder.roots
+        owners = builder.request_of(nodes)
+        for b, request in enumerate(requests):
+            random = np.random.default_rng([self._seed, turn, *request.tokens])
+            tokens = random.integers(
+                self._vocab_size, size=random.integers(self._most + 1)
+            ).tolist()
+            parents = [int(random.integers(-1, place)) for place in range(len(tokens))]
+            builder.extra(int(random.choice(nodes[owners == b])), tokens, parents)

@@ -14,7 +14,7 @@ from specfw.decoding.probabilities import SamplingBatch, SamplingState
 from specfw.decoding.random import KeyedSource
 from specfw.types import SamplingParams
 
-__all__ = ["ROOMY", "Text", "draft"]
+__all__ = ["ROOMY", "Text", "builder_for", "draft"]
 
 ROOMY = DraftLimits(max_nodes=64, max_depth=64, max_width=64)
 """Limits that a hand-made sequence does not reach."""
@@ -30,6 +30,31 @@ class Text(RequestView):
     params: SamplingParams = field(default_factory=SamplingParams)
 
 
+def builder_for(
+    requests: Sequence[RequestView],
+    limits: Sequence[DraftLimits],
+    vocab_size: int = 64,
+    reach: Sequence[int] | None = None,
+) -> DraftBuilder:
+    """An empty builder for some requests, with the target's noise; a request's seed is its place."""
+    states = [
+        SamplingState(one.params, one.tokens, [], [], vocab_size, torch.device("cpu"))
+        for one in requests
+    ]
+    root, start = torch.tensor([[one.tokens[-1], len(one.tokens) - 1] for one in requests]).T
+    return DraftBuilder(
+        root,
+        start,
+        torch.arange(len(requests)),
+        limits,
+        SamplingBatch(states),
+        KeyedSource(),
+        "target",
+        vocab_size,
+        reach=reach,
+    )
+
+
 def draft(
     drafter: Drafter, request: RequestView, limits: DraftLimits = ROOMY, vocab_size: int = 64
 ) -> Draft:
@@ -38,18 +63,7 @@ def draft(
     Raises:
         ContractError: the tree contradicts itself, or a token is outside the vocabulary.
     """
-    state = SamplingState(request.params, request.tokens, [], [], vocab_size, torch.device("cpu"))
-    root, start = torch.tensor([[request.tokens[-1]], [len(request.tokens) - 1]])
-    builder = DraftBuilder(
-        root,
-        start,
-        torch.zeros_like(root),
-        [limits],
-        SamplingBatch([state]),
-        KeyedSource(),
-        "target",
-        vocab_size,
-    )
+    builder = builder_for([request], [limits], vocab_size)
     drafter.propose([request], builder)
     result = builder.build()
     result.check()

@@ -197,10 +197,15 @@ class Combinator(Drafter):
 
 def _narrowed(feedback: Feedback, top_k: int) -> Feedback:
     """The feedback with as many ranked tokens as one drafter requires."""
-    ranked = [
-        RankedRows(rows.tokens, rows.parents, rows.top[:, :top_k]) for rows in feedback.ranked
-    ]
-    return replace(feedback, ranked=ranked if top_k else ())
+
+    def first(count: int, ranked: Sequence[RankedRows]) -> list[RankedRows]:
+        return [RankedRows(rows.tokens, rows.parents, rows.top[:, :count]) for rows in ranked]
+
+    return replace(
+        feedback,
+        ranked=first(top_k, feedback.ranked) if top_k else (),
+        extra=first(max(top_k, 1), feedback.extra),
+    )
 
 
 class First(Combinator):
@@ -228,8 +233,8 @@ class _Sharing(Combinator):
     def _budgets(self, index: int, builder: DraftBuilder) -> list[int]:
         """Nodes that drafter `index` may add for each request, when those before it have had their turn."""
         return [
-            math.ceil(round(limit.max_nodes * self._up_to[index], 6)) - int(added)
-            for limit, added in zip(builder.limits, builder.added, strict=True)
+            math.ceil(round(limit.max_nodes * self._up_to[index], 6)) - int(spent)
+            for limit, spent in zip(builder.limits, builder.spent, strict=True)
         ]
 
 

@@ -24,14 +24,12 @@ from specfw.contracts import (
     Requirements,
 )
 from specfw.decoding.builder import DraftBuilder
-from specfw.decoding.probabilities import SamplingBatch, SamplingState
-from specfw.decoding.random import KeyedSource
 from specfw.errors import ConfigError, ContractError
 from specfw.plugins import PluginManager
 from specfw.references import Reference, parse_reference
 from specfw.testing import MixtureDrafter, ScriptedDrafter, TableDrafter
 from specfw.testing.conformance import DrafterConformance
-from specfw.testing.drafting import ROOMY, Text
+from specfw.testing.drafting import ROOMY, Text, builder_for
 from specfw.types import SamplingParams
 
 VOCAB = 64
@@ -77,21 +75,6 @@ class Drawing(Drafter):
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         builder.sample(builder.roots, torch.zeros(len(requests), VOCAB))
-
-
-def builder_for(requests: Sequence[Text], limits: Sequence[DraftLimits]) -> DraftBuilder:
-    states = [SamplingState(r.params, r.tokens, [], [], VOCAB, CPU) for r in requests]
-    root, start = torch.tensor([[r.tokens[-1], len(r.tokens) - 1] for r in requests]).T
-    return DraftBuilder(
-        root,
-        start,
-        torch.arange(len(requests)),
-        limits,
-        SamplingBatch(states),
-        KeyedSource(),
-        "target",
-        VOCAB,
-    )
 
 
 def drafted(
