@@ -38,9 +38,10 @@ class RejectionVerifier(Verifier):
         for depth in range(draft.max_depth):
             share, refused = self._test_children(draft, node, left)
             site = Site(Purpose.WALK, draft.seed, draft.start, depth)
-            choice = random.categorical(share, site, active=live)  # [B], W means none
-            kept = live & (choice < draft.max_width)
-            child = draft.children[rows, node, choice.clamp_max(draft.max_width - 1)]
+            # "None" goes first, so that the noise of an outcome does not depend on others' widths.
+            choice = random.categorical(share.roll(1, -1), site, active=live) - 1  # [B], -1 is none
+            kept = live & (choice >= 0)
+            child = draft.children[rows, node, choice.clamp_min(0)]
             left = torch.where((live & ~kept)[:, None], refused, left)
             node = torch.where(kept, child, node)
             live = kept
