@@ -7,7 +7,7 @@ in every step, and with several continuations at once, as a tree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -66,34 +66,26 @@ class _Index:
         """Take in what `tokens`, all committed ones, has beyond those of the last call."""
         self._tokens = tokens
         for place in range(self._indexed, len(tokens)):
-            for gram in self._grams_before(place):
+            for gram in self._grams_before(place, tokens):
                 self._places[gram] = self._remembered(place, self._places.get(gram, ()))
         self._indexed = len(tokens)
 
-    def continuations(self) -> list[tuple[int, int]]:
+    def continuations(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Places to go on from, each with another token, and the lengths of the suffixes found there.
 
-        At most `breadth`, the likeliest first: a longer suffix counts for more than a recent place.
+        `tokens` may run ahead of the committed ones, in which alone suffixes are found. At most `breadth`, the likeliest first: a longer suffix counts for more than a recent place.
         """
         found: dict[int, tuple[int, int]] = {}
-        for gram in self._grams_before(len(self._tokens)):
+        for gram in self._grams_before(len(tokens), tokens):
             for place in self._places.get(gram, ()):
                 found.setdefault(self._tokens[place], (place, len(gram)))
             if len(found) >= self._breadth:
                 break
         return list(found.values())[: self._breadth]
 
-    def copy(self, place: int, count: int) -> list[int]:
-        """The `count` tokens from `place` on; beyond the end of the text the copy repeats itself."""
-        copied = list(self._tokens[place : place + count])
-        period = len(self._tokens) - place
-        while len(copied) < count:
-            copied.append(copied[len(copied) - period])
-        return copied
-
-    def _grams_before(self, place: int) -> Iterator[tuple[int, ...]]:
-        """The n-grams that end right before `place`, the longest first."""
-        window = tuple(self._tokens[max(0, place - self._lengths.stop + 1) : place])
+    def _grams_before(self, place: int, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The n-grams of `tokens` that end right before `place`, the longest first."""
+        window = tuple(tokens[max(0, place - self._lengths.stop + 1) : place])
         for length in reversed(self._lengths):
             if length <= len(window):
                 yield window[-length:]
@@ -104,11 +96,23 @@ class _Index:
         return (place, *others[: self._breadth - 1])
 
 
+def _copy(tokens: Sequence[int], place: int, count: int) -> list[int]:
+    """The `count` tokens from `place` on; beyond the end of the text the copy repeats itself."""
+    copied = list(tokens[place : place + count])
+    period = len(tokens) - place
+    while len(copied) < count:
+        copied.append(copied[len(copied) - period])
+    return copied
+
+
 class NgramDrafter(Drafter):
     """Guesses that the text goes on as it did after the same last few tokens.
 
     What it holds of a request is a function of the request's own tokens, and ends with the request.
     """
+
+    reads_ahead: ClassVar[bool] = True
+    """`propose` looks up tokens beyond the observed ones, and remembers only observed ones."""
 
     def __init__(self, options: NgramOptions | None = None) -> None:
         self._options = options or NgramOptions()
@@ -124,9 +128,7 @@ class NgramDrafter(Drafter):
         for request, root, limits in zip(requests, builder.roots, builder.limits, strict=True):
             allowed = limits & own
             if allowed.max_nodes and allowed.max_depth:
-                index = self._indexes[request.id]
-                index.extend(request.tokens)
-                self._guess(index, int(root), allowed, builder)
+                self._guess(request, int(root), allowed, builder)
 
     def observe(self, feedback: Feedback) -> None:
         for request in feedback.requests:
@@ -140,14 +142,16 @@ class NgramDrafter(Drafter):
         depth = options.max_nodes if options.max_depth is None else options.max_depth
         return DraftLimits(options.max_nodes, depth, options.continuations)
 
-    def _guess(self, index: _Index, root: int, limits: DraftLimits, builder: DraftBuilder) -> None:
+    def _guess(
+        self, request: RequestView, root: int, limits: DraftLimits, builder: DraftBuilder
+    ) -> None:
         """Draft the continuations one after the other, so that the likeliest needs no compaction."""
         left = limits.max_nodes
-        found = index.continuations()[: limits.max_width]
+        found = self._indexes[request.id].continuations(request.tokens)[: limits.max_width]
         for rest, (place, length) in zip(reversed(range(len(found))), found, strict=True):
             share = left - left // 3 if rest else left
             depth = min(limits.max_depth, self._options.depth_per_token * length)
-            left -= len(builder.guess(root, index.copy(place, min(share, depth))))
+            left -= len(builder.guess(root, _copy(request.tokens, place, min(share, depth))))
 
 
 @hookimpl

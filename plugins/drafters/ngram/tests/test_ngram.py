@@ -51,6 +51,27 @@ def test_drafts_what_followed_the_same_suffix() -> None:
     assert drafted_paths([1, 2, 3, 4, 5, 6, 1, 2, 3], max_nodes=3) == [[4, 5, 6]]
 
 
+def test_tokens_ahead_of_the_text_are_looked_up_and_not_remembered() -> None:
+    """Fault: a path that was only guessed is indexed, and later drafted from as if it were text."""
+    text = [1, 2, 3, 4, 5, 9, 1]
+    drafter, request = NgramDrafter(NgramOptions(depth_per_token=9, max_nodes=3)), Text(text)
+    drafter.begin(request)
+    before = paths(draft(drafter, request))
+    assert before == [[2, 3, 4]]
+    assert NgramDrafter.reads_ahead
+    assert paths(draft(drafter, Text([*text, 2, 3]))) == [[4, 5, 9]]
+    assert paths(draft(drafter, Text([*text, 7, 9, 1, 7]))) == []
+    assert paths(draft(drafter, Text([*text, 8, 9]))) == [[1, 8, 9]]  # which repeats what is ahead
+    assert paths(draft(drafter, request)) == before
+    assert drafter._indexes[0]._places == _indexed(text)
+
+
+def _indexed(text: Sequence[int]) -> Any:
+    fresh = NgramDrafter(NgramOptions(depth_per_token=9, max_nodes=3))
+    fresh.begin(Text(text))
+    return fresh._indexes[0]._places
+
+
 def test_nothing_is_drafted_after_words_that_are_new() -> None:
     assert drafted_paths([1, 2, 3, 4]) == []
     assert drafted_paths([7]) == []
