@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specfw.bench.plots import new_figure
 from specfw.costs import CostCurve, best_depth, expected_tokens, speedup
 from specfw.errors import ConfigError
 from specfw.runner import KVMemory, ModelRunner, Segment
@@ -143,14 +144,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "profile: expected matplotlib to be installed for --plot, but it is not; "
-            "install specfw[plot]"
-        ) from None
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = new_figure("profile", 6, 4)
     axes = figure.subplots()
     for rows, several in profile.seconds.items():
         axes.plot([rows] * len(several), [1000 * s for s in several], ".", color="0.7")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specfw.cli.options import JsonOutput, print_json
+from specfw.cli.options import JsonOutput, print_json, read_counts
 
 __all__ = ["app"]
 
@@ -80,3 +80,48 @@ def engine(
     print(
         f"engine work outside the model at batch 1: {result['overhead_share']['batch1']:.1%} of a step"
     )
+
+
+@app.command("schedulers")
+def schedulers(
+    drafter: Annotated[
+        str, typer.Option(help="A name or an expression.")
+    ] = "ngram(continuations=1, max_nodes=16)",
+    depths: Annotated[str, typer.Option(help="The fixed depths, by comma.")] = "0,1,2,4,8",
+    requests: Annotated[str, typer.Option(help="Requests at once, by comma.")] = "1,4,16",
+    per_class: Annotated[int, typer.Option(min=1, help="Prompts of each class.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each prompt.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    markdown: Annotated[Path | None, typer.Option(help="Also write the tables here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the speeds into this PNG; needs matplotlib.")
+    ] = None,
+    as_json: JsonOutput = False,
+) -> None:
+    """adaptive-k against fixed depths, and goodput against plain decoding and a fixed depth."""
+    from specfw.bench.schedulers import bench_schedulers, plot_schedulers
+
+    with Console(stderr=True).status("loading") as status:
+        result = bench_schedulers(
+            drafter,
+            read_counts("bench schedulers", "--depths", depths, least=0),
+            read_counts("bench schedulers", "--requests", requests),
+            per_class,
+            tokens,
+            rounds,
+            prompts,
+            dtype,
+            progress=status.update,
+        )
+    if markdown is not None:
+        markdown.write_text(result.markdown(), encoding="utf-8")
+    if plot is not None:
+        plot_schedulers(result, plot)
+    if as_json:
+        print_json(result.mapping())
+    else:
+        print(result.markdown())

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specfw.config import PipelineConfig, apply_overrides, load_config
+from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
 from specfw.types import Output
 
@@ -33,6 +34,7 @@ __all__ = [
     "output_mapping",
     "print_json",
     "read_config",
+    "read_counts",
 ]
 
 Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token.")]
@@ -106,6 +108,24 @@ def read_config(
     if default_target is not None:
         settings.setdefault("target", default_target)
     return PipelineConfig(**apply_overrides(settings, overrides or [], PluginManager()))
+
+
+def read_counts(command: str, option: str, text: str, least: int = 1) -> list[int]:
+    """Numbers by comma, in rising order.
+
+    Raises:
+        ConfigError: the text is something else, or a number is below `least`.
+    """
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < least:
+        raise ConfigError(
+            f"{command}: expected {option} as numbers from {least}, by comma, got {text!r}; "
+            "write 1,2,4,8"
+        )
+    return counts
 
 
 def output_mapping(output: Output) -> dict[str, Any]:

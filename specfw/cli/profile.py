@@ -17,8 +17,8 @@ from specfw.cli.options import (
     Target,
     print_json,
     read_config,
+    read_counts,
 )
-from specfw.errors import ConfigError
 
 __all__ = ["NAME", "command"]
 
@@ -50,7 +50,7 @@ def command(
     from specfw.bench.profile import plot_profile, profile_target
     from specfw.pipeline import Pipeline
 
-    counts = _counts(rows)
+    counts = read_counts("profile", "--rows", rows)
     read = read_config(config, overrides, default_target="demo", target=target, dtype=dtype)
     with Console(stderr=True).status("loading") as status, Pipeline.from_config(read) as pipeline:
         profile = profile_target(
@@ -89,15 +89,3 @@ def command(
         f"expected tokens a step, (1 - a^(K+1)) / (1 - a): for a = {example['acceptance']} and "
         f"K = {example['depth']}, {example['tokens']:.4f}"
     )
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        counts = []
-    if not counts or counts[0] < 1:
-        raise ConfigError(
-            f"profile: expected --rows as numbers from 1, by comma, got {text!r}; write 1,2,4,8"
-        )
-    return counts
