@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import specfw.testing.matrix as matrix_module
 from specfw.cli.main import app
 from specfw.components import Component
 from specfw.contracts import API_VERSION, Drafter, Outcome, RequestView, TargetInfo, Verifier
@@ -23,7 +24,15 @@ from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
 from specfw.plugins import PluginManager
 from specfw.testing.cases import SETTINGS, Case
-from specfw.testing.matrix import Combination, Matrix, Row, check, make_combinations
+from specfw.testing.controls import CONTROLS, Verdict
+from specfw.testing.matrix import (
+    Combination,
+    Matrix,
+    Row,
+    certify_all,
+    check,
+    make_combinations,
+)
 from specfw.types import SpeculationParams
 from tests.test_docs import cli_sections, table_keys
 
@@ -68,6 +77,7 @@ class Bad:
 
 
 LIMITS = SpeculationParams(max_nodes=3, max_depth=2, max_width=2)
+WORLD = ("temperature", "plain", "dense")
 CASE = Case(SETTINGS["temperature"].model_copy(update={"speculation": LIMITS}))
 
 
@@ -189,6 +199,43 @@ def test_lossy_ones_are_told_apart(manager: PluginManager) -> None:
     assert about["max_tv"] < 1e-9
     assert [row["verifier"] for row in about["lossy"]] == ["typical"]
     assert about["lossy"][0]["max_tv"] > 0.01
+
+
+def test_texts_get_longer_until_something_is_drafted(manager: PluginManager) -> None:
+    """A combination that drafts nothing passes whatever is wrong with it."""
+    case = Case(CASE.params, horizon=1)  # of one token, none is left for a draft
+    short = Combination({"name": "ngram"}, {"name": "rejection"}, ({"name": "fixed"},), case)
+    assert check(short, manager).mapping()["drafted"] == 0
+    longer = check(short, manager, longer=3)
+    assert longer.mapping()["drafted"] > 0
+    assert longer.combination.case.horizon > 1
+    never = Combination({"name": "none"}, {"name": "rejection"}, ({"name": "fixed"},), case)
+    assert check(never, manager, longer=3).combination.case.horizon == 1
+    assert Matrix([longer, check(never, manager)]).drafted == 1
+
+
+def test_a_control_that_passes_breaks_the_certificate(manager: PluginManager) -> None:
+    """A kit with a hole certifies nothing."""
+    row = check(combination("ngram", "rejection"), manager)
+    found, missed = Verdict("found", True, 0.1, "Case()"), Verdict("missed", False, 0.0, None)
+    assert Matrix([row], [found]).ok
+    matrix = Matrix([row], [found, missed])
+    assert not matrix.ok
+    assert [one["caught"] for one in matrix.mapping()["controls"]] == [True, False]
+    assert "1 of 2 controls caught" in matrix.summary()
+    assert "| missed | **no** |" in matrix.markdown()
+
+
+def test_controls_run_beside_combinations() -> None:
+    """Names of controls go through the same workers as combinations."""
+    named = {"drafter": ["none"], "verifier": ["coupled"], "scheduler": ["fixed"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_module, "CONTROLS", CONTROLS[:1])
+        patch.setattr(matrix_module, "_cover", lambda components: [(components[0], WORLD)])
+        found = certify_all(processes=1, only=named)  # type: ignore[arg-type]
+    assert [control.name for control in found.controls] == [CONTROLS[0].name]
+    assert len(found.rows) == 1
+    assert found.ok
 
 
 def test_all_takes_no_config(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def _certify_all(
             deep=deep,
             processes=processes,
             only=named,
+            controls=not any(named.values()),
             progress=lambda done, total: status.update(f"combination {done} of {total}"),
         )
     if out is not None:

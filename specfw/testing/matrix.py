@@ -1,7 +1,8 @@
 """The certificate for every combination: all installed drafters, verifiers and schedulers together.
 
 Every drafter meets every verifier under every scheduler, alone and in pairs; sampling settings, kinds of
-laws and memory take turns so that any two values of any two of all these meet as well.
+laws and memory take turns so that any two values of any two of all these meet as well. Broken components
+and a broken framework, which must be caught, show that the certificate can fail.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, cycle, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,12 +21,15 @@ from typing import Any
 import torch
 import yaml
 
-from specfw.components import Kind
+from specfw.builtins import NoDrafter
+from specfw.components import Bound, Kind
+from specfw.contracts import Drafter
 from specfw.errors import ConfigError, PluginError, UnsupportedModelError
 from specfw.plugins import PluginManager
 from specfw.testing.cases import MEMORY_CASES, SETTINGS, Case, forbids
 from specfw.testing.certification import Certificate, certify
 from specfw.testing.configured import on_tables
+from specfw.testing.controls import CONTROLS, Verdict
 from specfw.testing.table_model import LawKind
 from specfw.types import SpeculationParams
 
@@ -35,6 +39,8 @@ _TOLERANCE = 1e-9
 _KINDS: tuple[LawKind, ...] = ("dense", "sparse", "one_hot")
 _SIZES = ((3, 3), (2, 4))
 _DEEP_SIZES = ((3, 4),)
+_LONGER = 3
+"""By how many tokens texts may get longer for something to be drafted."""
 _LIMITS = SpeculationParams(max_nodes=3, max_depth=2, max_width=2)
 _DEEP_LIMITS = SpeculationParams(max_nodes=4, max_depth=3, max_width=2)
 
@@ -122,14 +128,21 @@ class Row:
 
 @dataclass(slots=True)
 class Matrix:
-    """The rows of all combinations, and the verdict."""
+    """The rows of all combinations, the negative controls, and the verdict."""
 
     rows: list[Row] = field(default_factory=list)
+    controls: list[Verdict] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Every combination that runs keeps its promise, and there is one."""
-        return all(row.ok for row in self.rows) and any(row.certificate for row in self.rows)
+        """Every combination that runs keeps its promise, there is one, and every control is caught."""
+        kept = all(row.ok for row in self.rows) and any(row.certificate for row in self.rows)
+        return kept and all(control.caught for control in self.controls)
+
+    @property
+    def drafted(self) -> int:
+        """Combinations in which something was drafted, so that something was checked."""
+        return sum(row.certificate.drafted > 0 for row in self.rows if row.certificate)
 
     @property
     def max_tv(self) -> float:
@@ -141,22 +154,26 @@ class Matrix:
         return {
             "ok": self.ok,
             "combinations": sum(row.certificate is not None for row in self.rows),
+            "drafted": self.drafted,
             "max_tv": self.max_tv,
             "lossy": [row.mapping() for row in self.rows if row.lossy],
             "refused": [row.mapping() for row in self.rows if row.refused],
             "failed": [row.mapping() for row in self.rows if not row.ok],
             "lossless": [row.mapping() for row in self._lossless() if row.ok],
+            "controls": [control.mapping() for control in self.controls],
         }
 
     def summary(self) -> str:
         """The verdict in a sentence."""
         lossy = [row.certificate.max_tv for row in self.rows if row.lossy and row.certificate]
         parts = [
-            f"{sum(row.certificate is not None for row in self.rows)} combinations",
+            f"{sum(row.certificate is not None for row in self.rows)} combinations, "
+            f"{self.drafted} of them with drafts",
             f"largest total variation {self.max_tv:.2g} where a law is promised",
             f"{len(lossy)} lossy, up to {max(lossy, default=0.0):.2g}",
             f"{sum(row.refused is not None for row in self.rows)} refused",
             f"{sum(not row.ok for row in self.rows)} failed",
+            f"{sum(control.caught for control in self.controls)} of {len(self.controls)} controls caught",
         ]
         return (
             f"{'every promise is kept' if self.ok else 'a promise is broken'}: {'; '.join(parts)}"
@@ -169,6 +186,8 @@ class Matrix:
             self.summary(),
             "\n".join([_HEADER, *(_line(row) for row in self.rows if row.certificate)]),
         ]
+        if self.controls:
+            parts += ["## Controls", "\n".join([_CONTROLS_HEADER, *map(_control, self.controls)])]
         refused = Counter(row.refused for row in self.rows if row.refused)
         if refused:
             lines = [f"- {reason} ({count} combinations)" for reason, count in refused.items()]
@@ -211,6 +230,14 @@ _COLUMNS = (
 _HEADER = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
 
 
+_CONTROLS_HEADER = "| broken on purpose | caught | max_tv | smallest case |\n|---|---|---|---|"
+
+
+def _control(control: Verdict) -> str:
+    caught = "yes" if control.caught else "**no**"
+    return f"| {control.name} | {caught} | {control.max_tv:.2g} | `{control.case}` |"
+
+
 def _line(row: Row) -> str:
     cells = row.mapping()
     cells |= {
@@ -228,31 +255,39 @@ def certify_all(
     deep: bool = False,
     processes: int = 2,
     only: Mapping[Kind, Sequence[str]] | None = None,
+    controls: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Matrix:
-    """Certify every combination of installed components, each with its example options.
+    """Certify every combination of installed components, each with its example options, and the controls.
 
     Args:
         deep: three tokens, drafts three deep, texts of four tokens.
         processes: processes that share the work, of one thread each; 1 works in this one.
         only: names of the components to take, by kind; all of a kind unless given.
+        controls: whether to show as well that what is broken on purpose is caught.
         progress: called with how many are done, and how many there are.
     """
     manager = PluginManager()
     todo = make_combinations(manager, deep, only or {})
+    names = [control.name for control in CONTROLS] if controls else []
     matrix = Matrix()
-    for row in _rows(todo, manager, processes):
-        matrix.rows.append(row)
-        progress(len(matrix.rows), len(todo))
+    for result in _results([*todo, *names], manager, processes):
+        if isinstance(result, Verdict):
+            matrix.controls.append(result)
+        else:
+            matrix.rows.append(result)
+        progress(len(matrix.rows) + len(matrix.controls), len(todo) + len(names))
     return matrix
 
 
-def _rows(todo: Sequence[Combination], manager: PluginManager, processes: int) -> Iterator[Row]:
+def _results(
+    todo: Sequence[Combination | str], manager: PluginManager, processes: int
+) -> Iterator[Row | Verdict]:
     if processes == 1:
-        yield from (check(one, manager) for one in todo)
+        yield from (_work(one, manager) for one in todo)
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), _start) as pool:
-        yield from pool.map(_check, todo, chunksize=4)
+        yield from pool.map(_work, todo, chunksize=4)
 
 
 _manager: PluginManager | None = None
@@ -265,30 +300,50 @@ def _start() -> None:
     _manager = PluginManager()
 
 
-def _check(combination: Combination) -> Row:
-    assert _manager is not None
-    return check(combination, _manager)
+def _work(one: Combination | str, manager: PluginManager | None = None) -> Row | Verdict:
+    """Certify a combination, or the control of this name."""
+    if isinstance(one, str):
+        return next(control for control in CONTROLS if control.name == one).verdict()
+    known = manager or _manager
+    assert known is not None
+    return check(one, known, _LONGER)
 
 
-def check(combination: Combination, manager: PluginManager) -> Row:
-    """Certify one combination; what a component refuses and what goes wrong is in the row."""
+def check(combination: Combination, manager: PluginManager, longer: int = 0) -> Row:
+    """Certify one combination; what a component refuses and what goes wrong is in the row.
+
+    Texts get up to `longer` tokens longer until something is drafted, for else nothing would be checked.
+    """
     began = time.perf_counter()
     row = Row(combination)
     try:
         drafter = manager.bind("drafter", dict(combination.drafter))
-        row.certificate = certify(
-            on_tables(drafter, manager, combination.case.vocab_size).build,
-            manager.bind("verifier", dict(combination.verifier)).build,
-            [manager.bind("scheduler", dict(one)).build for one in combination.schedulers],
-            cases=[combination.case],
-            tolerance=_TOLERANCE,
-        )
+        drafter = on_tables(drafter, manager, combination.case.vocab_size)
+        never = isinstance(drafter.build(), NoDrafter)
+        for more in range(1 if never else longer + 1):
+            case = replace(combination.case, horizon=combination.case.horizon + more)
+            row.combination = replace(combination, case=case)
+            row.certificate = _certify(row.combination, drafter, manager)
+            if row.certificate.drafted:
+                break
     except (ConfigError, PluginError, UnsupportedModelError) as error:
         row.refused = " ".join(str(error).split())
     except Exception as error:  # a component of anybody's may do anything
         row.failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
     row.seconds = time.perf_counter() - began
     return row
+
+
+def _certify(
+    combination: Combination, drafter: Bound[Drafter], manager: PluginManager
+) -> Certificate:
+    return certify(
+        drafter.build,
+        manager.bind("verifier", dict(combination.verifier)).build,
+        [manager.bind("scheduler", dict(one)).build for one in combination.schedulers],
+        cases=[combination.case],
+        tolerance=_TOLERANCE,
+    )
 
 
 def make_combinations(

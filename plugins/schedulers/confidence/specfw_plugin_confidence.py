@@ -99,6 +99,6 @@ def specfw_schedulers() -> dict[str, Component[Scheduler]]:
             ConfidenceScheduler,
             ConfidenceOptions,
             "Stops a draft where the drafter is unsure; the threshold follows a share of accepted tokens.",
-            example={"measure": "top", "threshold": 0.5, "rate": 0.2},
+            example={"measure": "top", "threshold": 0.35, "rate": 0.3},
         )
     }
