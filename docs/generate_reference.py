@@ -97,7 +97,8 @@ def config_page() -> str:
         "What `specfw` brings itself. A plugin's README names the options of its components.",
     ]
     for kind in CONTRACTS:
-        for name, component in sorted(getattr(builtins, f"specfw_{kind}s")().items()):
+        offered = getattr(builtins, f"specfw_{kind}s", dict)
+        for name, component in sorted(offered().items()):
             parts += [f"## {kind} `{name}`", component.summary]
             parts.append(_key_table(component.options) or "No options.")
     return _page(parts)

@@ -19,7 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from specfw.contracts import Drafter, Scheduler, TargetLoader, Verifier
+from specfw.contracts import Drafter, Scheduler, TargetLoader, Trainer, Verifier
 from specfw.errors import ContractError, PluginError, SpecfwError
 
 __all__ = [
@@ -33,13 +33,14 @@ __all__ = [
     "Options",
 ]
 
-Kind = Literal["drafter", "verifier", "scheduler", "target"]
+Kind = Literal["drafter", "verifier", "scheduler", "target", "trainer"]
 
 CONTRACTS: Mapping[Kind, type] = {
     "drafter": Drafter,
     "verifier": Verifier,
     "scheduler": Scheduler,
     "target": TargetLoader,
+    "trainer": Trainer,
 }
 """The base class that what a component of each kind builds must derive from."""
 

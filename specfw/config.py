@@ -469,7 +469,9 @@ _PARSERS: Mapping[str, Callable[[Any], object]] = {
     "engine": partial(_parse_section, EngineConfig),
 }
 
-_COMPONENTS: Mapping[str, Kind] = {kind: kind for kind in CONTRACTS}
+_COMPONENTS: Mapping[str, Kind] = {
+    kind: kind for kind in CONTRACTS if kind in PipelineConfig.model_fields
+}
 _SECTIONS: Mapping[str, Any] = {
     "target": None,
     "drafter": "none",

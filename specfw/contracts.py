@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specfw.decoding.draft import Draft
     from specfw.decoding.probabilities import NodeLaws
     from specfw.decoding.random import RandomSource
+    from specfw.training.run import TrainingRun
+    from specfw.training.texts import Shard
 
 __all__ = [
     "API_VERSION",
@@ -39,6 +41,8 @@ __all__ = [
     "SchedulerView",
     "TargetInfo",
     "TargetLoader",
+    "Trained",
+    "Trainer",
     "Verifier",
 ]
 
@@ -294,4 +298,47 @@ class TargetLoader(ABC):
         Raises:
             ConfigError: the model cannot be found or its settings are wrong.
             UnsupportedModelError: its kind cannot run.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a trainer has made, complete and in its place."""
+
+    drafter: Mapping[str, Any]
+    """The reference by which a config names the trained drafter."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What its model card says besides, by name."""
+
+
+class Trainer(ABC):
+    """Makes a drafter for one target from texts that the target wrote itself.
+
+    The framework writes the texts, keeps time, and describes the result; it can be killed at any
+    time, and the same call goes on.
+    """
+
+    text_share: ClassVar[float] = 0.5
+    """The part of the time that goes into writing texts; the rest is for `train`."""
+
+    def attach(self, target: TargetInfo) -> None:
+        """Prepare for this target; called once, before anything is written.
+
+        Raises:
+            ConfigError: nothing can be trained for this target; say why and what works.
+        """
+
+    def room(self, tokens: int) -> tuple[int, int]:
+        """Bytes of disk and of memory that training on so many tokens takes, besides the texts."""
+        return 0, 0
+
+    def watch(self, shard: Shard) -> str:
+        """A shard of texts was written or is there already: a few words on what it promises, or none."""
+        return ""
+
+    @abstractmethod
+    def train(self, run: TrainingRun) -> Trained:
+        """Train on all texts of the run, from where an earlier run was killed, if one was.
+
+        No file may be under its final name before it is complete; `specfw.training` helps with that.
         """

@@ -39,14 +39,14 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {}
 
 
-def check_fingerprint(found: str | None, target: TargetInfo, what: str, override: str) -> None:
+def check_fingerprint(found: str | None, target: TargetInfo, what: str, way_out: str) -> None:
     """Refuse what was trained for another target; what carries no fingerprint passes.
 
     Args:
         found: the fingerprint that it carries.
         target: the target that it is going to draft for.
         what: who complains, and about what.
-        override: the option that switches this check off.
+        way_out: what else can be done.
 
     Raises:
         ConfigError: it was trained for another target.
@@ -54,6 +54,6 @@ def check_fingerprint(found: str | None, target: TargetInfo, what: str, override
     expected = fingerprint(target)
     if found is not None and found != expected:
         raise ConfigError(
-            f"{what} was trained for another target: expected the fingerprint {expected} of {target.name!r}, "
-            f"got {found}; train one for this target with specfw train, or set {override} to use it all the same"
+            f"{what} belong to another target: expected the fingerprint {expected} of {target.name!r}, "
+            f"got {found}; {way_out}"
         )

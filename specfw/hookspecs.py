@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import typer
 
     from specfw.components import Component
-    from specfw.contracts import Drafter, Scheduler, TargetLoader, Verifier
+    from specfw.contracts import Drafter, Scheduler, TargetLoader, Trainer, Verifier
     from specfw.types import Output
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "specfw_schedulers",
     "specfw_step",
     "specfw_targets",
+    "specfw_trainers",
     "specfw_verifiers",
 ]
 
@@ -91,6 +92,18 @@ def specfw_targets() -> Mapping[str, Component[TargetLoader]]:  # type: ignore[e
 
     Called once, while plugins are loaded. No model is loaded then, nor when the loader is built:
     that is what its `load` is for.
+    """
+
+
+@hookspec
+def specfw_trainers() -> Mapping[str, Component[Trainer]]:  # type: ignore[empty-body]
+    """What `specfw train` can make with this plugin.
+
+    Returns:
+        Name -> `Component` whose `build` returns a `specfw.contracts.Trainer`; names as in
+        `specfw_drafters`, and by custom that of the drafter which reads what is made.
+
+    Called once, while plugins are loaded; trainers are built only by `specfw train`.
     """
 
 

@@ -30,7 +30,7 @@ from specfw.errors import ConfigError
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 
-__all__ = ["ALL", "NONE", "DraftersBench", "bench_drafters"]
+__all__ = ["ALL", "NONE", "DraftersBench", "bench_drafters", "first_of_each"]
 
 ALL = "all"
 """The category of the rows over all prompts."""
@@ -165,7 +165,7 @@ def bench_drafters(
     with Pipeline.from_config(
         {"target": target, "drafter": switch, "engine": {"prefix_cache": False}, **settings}
     ) as pipeline:
-        chosen = _first_of_each(load_prompts(prompts_file), per_category)
+        chosen = first_of_each(load_prompts(prompts_file), per_category)
         for number, prompt in enumerate([chosen[0], *chosen]):  # the first one warms up
             ids = pipeline.encode([{"role": "user", "content": prompt.turns[0]}])
             for name in _in_turn([NONE, *drafters], number):
@@ -214,7 +214,7 @@ class _Switch(Drafter):
             drafter.close()
 
 
-def _first_of_each(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+def first_of_each(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """The first `count` prompts of each category."""
     taken: dict[str, int] = {}
     chosen = []

@@ -10,7 +10,19 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from specfw.cli import bench, certify, chat, config, demo, generate, models, plugins, profile
+from specfw.cli import (
+    bench,
+    certify,
+    chat,
+    config,
+    demo,
+    eval_drafter,
+    generate,
+    models,
+    plugins,
+    profile,
+    train,
+)
 from specfw.errors import SpecfwError
 from specfw.plugins import PluginManager
 from specfw.version import __version__
@@ -24,7 +36,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (generate, chat, demo, plugins, models, certify, profile, config):
+for module in (
+    generate,
+    chat,
+    demo,
+    plugins,
+    models,
+    certify,
+    profile,
+    train,
+    eval_drafter,
+    config,
+):
     app.command(module.NAME)(module.command)
 app.add_typer(bench.app, name="bench")
 

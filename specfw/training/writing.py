@@ -30,7 +30,7 @@ class WritingSettings:
     """What decides the texts; a run goes on only with the same."""
 
     seed: int = 0
-    conversations: int = 128
+    conversations: int = 64
     """In each shard."""
     turn_tokens: int = 64
     """Most tokens of a user's turn."""
@@ -179,7 +179,7 @@ def _shard_of(
 def write_texts(
     writer: TextWriter,
     texts: Texts,
-    tokens: int,
+    tokens: float,
     seconds: float = math.inf,
     tell: Callable[[Shard], None] = lambda shard: None,
 ) -> None:
@@ -193,11 +193,12 @@ def write_texts(
         tell: given each new shard once it is on the disk.
 
     Raises:
-        ConfigError: the folder holds texts with other settings, or another run writes to it.
+        ConfigError: the folder holds texts with other settings and not enough of them, or another run writes
+            to it.
     """
     with exclusive(texts.folder):
-        writer.check(texts)
         while texts.written < tokens and texts.seconds < seconds:
+            writer.check(texts)
             number = len(texts)
             shard = writer.write(number)
             texts.save(number, shard, writer.about())

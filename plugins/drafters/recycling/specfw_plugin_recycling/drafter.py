@@ -1,28 +1,17 @@
-"""The drafter `recycling`: trees of the tokens that the target itself ranked highest when it was last here.
-
-Token recycling (Luo et al., 2408.08696) with one more token of context: the target's best tokens
-after each scored node, refused ones included, are kept for the node's token and for the pair that it
-makes with the token before. They come from the passes that are run anyway.
-"""
+"""The drafter: what it learns, and the trees that it makes of it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
 
-from specfw.components import Component, Options
 from specfw.contracts import (
-    API_VERSION,
     Drafter,
     DraftLimits,
     Feedback,
@@ -32,57 +21,18 @@ from specfw.contracts import (
     TargetInfo,
 )
 from specfw.errors import ConfigError
-from specfw.hookspecs import hookimpl
+from specfw.fingerprint import check_fingerprint
+from specfw_plugin_recycling.options import RecyclingOptions
+from specfw_plugin_recycling.table import Context, Successors, WarmTable
 
 if TYPE_CHECKING:
     from specfw.decoding.builder import DraftBuilder
 
-__all__ = ["RecyclingDrafter", "RecyclingOptions", "WarmTable"]
-
-specfw_api = API_VERSION
-
-Successors = Sequence[int]
-"""Tokens, the likeliest first."""
-Context = tuple[int, ...]
-"""The last one or two tokens."""
+__all__ = ["RecyclingDrafter"]
 
 
-def _best_first(weights: tuple[float, ...]) -> tuple[float, ...]:
-    if list(weights) != sorted(weights, reverse=True):
-        raise ValueError("weights must not rise, for the first is the best token's")
-    return weights
-
-
-_Weights = Annotated[
-    tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...],
-    Field(min_length=1),
-    AfterValidator(_best_first),
-]
-"""Weights by rank, from the best one down."""
-
-
-class RecyclingOptions(Options):
-    """What is remembered, and how the tree is shaped."""
-
-    k: Annotated[int, Field(ge=1)] = 8
-    """Successors that are remembered for each context."""
-    max_nodes: Annotated[int, Field(ge=1)] = 7
-    """Draft nodes for each request and step."""
-    max_depth: Annotated[int, Field(ge=1)] | None = None
-    """Draft nodes on one path; None leaves it to `max_nodes`."""
-    pairs: bool = True
-    """Whether successors of pairs of tokens are remembered too, and come before those of single ones."""
-    pair_weights: _Weights = (0.6, 0.12, 0.06, 0.03)
-    """How likely the successors of a known pair are, the best first; those beyond count as the last."""
-    rank_weights: _Weights = (0.25, 0.1, 0.08, 0.04, 0.03)
-    """The same where only the single token is known."""
-    across_requests: bool = False
-    """Whether what one request teaches serves the others too, and those that come later."""
-    max_entries: Annotated[int, Field(ge=1)] = 100_000
-    """Contexts that are remembered, by each request or, with `across_requests`, in all; of more, those
-    used longest ago are forgotten."""
-    file: Path | None = None
-    """A warm table (safetensors), as `WarmTable.save` writes it; it is read only."""
+_PAIR_WEIGHTS = (0.6, 0.12, 0.06, 0.03)
+_RANK_WEIGHTS = (0.25, 0.1, 0.08, 0.04, 0.03)
 
 
 class _Memory:
@@ -108,105 +58,12 @@ class _Memory:
             self._lists[context] = successors
         return successors
 
+    def weights(self, context: Context) -> Sequence[float] | None:
+        """Nothing was measured of what is learned as it comes."""
+        return None
+
     def items(self) -> Iterator[tuple[Context, Successors]]:
         yield from self._lists.items()
-
-
-@dataclass(frozen=True)
-class WarmTable:
-    """Successors that were learned earlier: what is known before anything is seen."""
-
-    singles: NDArray[np.int32]
-    """The successors of each token, the likeliest first: [V, k]; -1 where there are none."""
-    pairs: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """Pairs of tokens in order, [P, 2]."""
-    pair_successors: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """Their successors, [P, k]; -1 where there are fewer."""
-
-    def save(self, path: Path) -> None:
-        """Write the table to a safetensors file, which is complete whenever it exists."""
-        from safetensors.numpy import save_file
-
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        arrays = {"singles": self.singles}
-        if len(self.pairs):
-            arrays |= {"pairs": self.pairs, "pair_successors": self.pair_successors}
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, aside)
-        aside.replace(path)
-
-    @classmethod
-    def load(cls, path: Path, vocab_size: int) -> WarmTable:
-        """Read a table.
-
-        Raises:
-            ConfigError: the file cannot be read, or is no table for this vocabulary.
-        """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
-        try:
-            arrays = load_file(path)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise ConfigError(
-                f"drafter recycling: expected a warm table in {path}, but it cannot be read "
-                f"({error}); name another file"
-            ) from error
-        unknown = arrays.keys() - {"singles", "pairs", "pair_successors"}
-        if (
-            "singles" not in arrays
-            or unknown
-            or ("pairs" in arrays) != ("pair_successors" in arrays)
-        ):
-            raise ConfigError(
-                f"drafter recycling: expected singles, and pairs with pair_successors or neither, in "
-                f"{path}, got {', '.join(sorted(arrays)) or 'nothing'}; write it with WarmTable.save"
-            )
-        table = cls(**arrays)
-        table.check(path, vocab_size)
-        return table
-
-    def check(self, path: Path, vocab_size: int) -> None:
-        """Compare shapes, dtypes and ids with what is documented.
-
-        Raises:
-            ConfigError: one of them differs.
-        """
-        for name in ("singles", "pairs", "pair_successors"):
-            array = getattr(self, name)
-            if array.dtype != np.int32 or array.ndim != 2:
-                raise ConfigError(
-                    f"drafter recycling: expected {name} in {path} to be int32 with two dimensions, got "
-                    f"{array.dtype} {list(array.shape)}; write it with WarmTable.save"
-                )
-            if array.size and not -1 <= array.min() <= array.max() < vocab_size:
-                raise ConfigError(
-                    f"drafter recycling: expected ids from -1 to {vocab_size - 1} in {name} of {path}, got "
-                    f"{array.min()} to {array.max()}; use a table of the same target"
-                )
-        if len(self.singles) > vocab_size or len(self.pairs) != len(self.pair_successors):
-            raise ConfigError(
-                f"drafter recycling: expected at most {vocab_size} singles, and as many pairs as "
-                f"pair_successors, in {path}, got {len(self.singles)}, {len(self.pairs)} and "
-                f"{len(self.pair_successors)}; use a table of the same target"
-            )
-        if len(self.pairs) and self.pairs.shape[1] != 2:
-            raise ConfigError(
-                f"drafter recycling: expected pairs [P, 2] in {path}, got {list(self.pairs.shape)}; "
-                "write it with WarmTable.save"
-            )
-
-    def get(self, context: Context) -> Successors | None:
-        """The successors of one or two tokens; None if nothing is known."""
-        if len(context) == 1:
-            row = self.singles[context[0]] if context[0] < len(self.singles) else ()
-        else:
-            number = self._rows.get(context)
-            row = () if number is None else self.pair_successors[number]
-        return [int(token) for token in row if token >= 0] or None
-
-    @cached_property
-    def _rows(self) -> dict[Context, int]:
-        return {(a, b): row for row, (a, b) in enumerate(self.pairs.tolist())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +83,15 @@ class _Lookup:
         sources: list[_Memory | WarmTable] = [self.memory]
         if self.warm is not None:
             sources.append(self.warm)
-        contexts: list[tuple[Context, tuple[float, ...]]] = [((token,), options.rank_weights)]
+        contexts: list[tuple[Context, Sequence[float] | None, Sequence[float]]] = [
+            ((token,), options.rank_weights, _RANK_WEIGHTS)
+        ]
         if options.pairs and before is not None:
-            contexts.insert(0, ((before, token), options.pair_weights))
-        for context, weights in contexts:
+            contexts.insert(0, ((before, token), options.pair_weights, _PAIR_WEIGHTS))
+        for context, wished, usual in contexts:
             for source in sources:
                 if (successors := source.get(context)) is not None:
+                    weights = wished or source.weights(context) or usual
                     for rank, successor in enumerate(successors[: options.k]):
                         yield successor, weights[min(rank, len(weights) - 1)]
                     return
@@ -300,6 +160,13 @@ class RecyclingDrafter(Drafter):
         self._vocab_size = target.vocab_size
         if self._options.file is not None:
             self._warm = WarmTable.load(self._options.file, target.vocab_size)
+            if not self._options.other_target:
+                check_fingerprint(
+                    self._warm.fingerprint,
+                    target,
+                    f"drafter recycling: the statistics in {self._options.file}",
+                    "train a table for this target, or set other_target=true to use this one all the same",
+                )
 
     def begin(self, request: RequestView) -> None:
         own = _Memory(self._options.max_entries) if self._shared is None else self._shared
@@ -362,14 +229,3 @@ class RecyclingDrafter(Drafter):
             before = tokens[parent] if parent >= 0 else before_root
             if self._options.pairs and before is not None:
                 memory.learn((before, token), successors)
-
-
-@hookimpl
-def specfw_drafters() -> Mapping[str, Component[Drafter]]:
-    return {
-        "recycling": Component(
-            RecyclingDrafter,
-            RecyclingOptions,
-            "Trees of the tokens that the target ranked highest when it was last here.",
-        )
-    }

@@ -1,0 +1,153 @@
+"""`specfw eval-drafter`: how many tokens a pass a pipeline keeps, by position and category of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from specfw.bench.drafters import first_of_each
+from specfw.bench.prompts import Prompt, load_prompts
+from specfw.components import Bound
+from specfw.config import PipelineConfig
+from specfw.engine.engine import StepReport
+from specfw.pipeline import Pipeline
+from specfw.plugins import PluginManager
+from specfw.types import SpeculationParams, SpeculationStats
+
+__all__ = ["Evaluation", "evaluate", "with_nodes"]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Counts over all prompts; what is asked for follows from them."""
+
+    guarantee: str
+    statistics: dict[str, list[SpeculationStats]] = field(default_factory=dict)
+    """By category, one of each prompt."""
+    skipped: int = 0
+    """Prompts that do not fit into the context."""
+    draft_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    def mapping(self) -> dict[str, Any]:
+        """The stable keys of `specfw eval-drafter --json`."""
+        every = [one for several in self.statistics.values() for one in several]
+        depths = max((len(one.tested_by_depth) for one in every), default=0)
+        return {
+            "guarantee": self.guarantee,
+            "prompts": len(every),
+            "skipped": self.skipped,
+            "tokens": sum(one.emitted for one in every),
+            "acceptance_length": _length(every),
+            "by_position": [_position(every, depth) for depth in range(depths)],
+            "by_category": {name: _length(several) for name, several in self.statistics.items()},
+            "draft_share": self.draft_seconds / self.step_seconds if self.step_seconds else 0.0,
+        }
+
+
+def evaluate(
+    pipeline: Pipeline,
+    prompts: Path | None = None,
+    *,
+    nodes: int | None = None,
+    temperature: float = 0.0,
+    per_category: int | None = None,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """Decode prompts one at a time, and count.
+
+    Args:
+        pipeline: what is measured.
+        prompts: a file in Spec-Bench's format; the project's own prompts if None. First turns count.
+        nodes: draft nodes for each step at most; None leaves it to the pipeline.
+        temperature: 0 is greedy.
+        per_category: prompts of each category, the first ones; None takes all.
+        max_new_tokens: for each prompt.
+        seed: of all chance.
+        progress: told what runs now.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    chosen: Sequence[Prompt] = load_prompts(prompts)
+    if per_category is not None:
+        chosen = first_of_each(chosen, per_category)
+    result = Evaluation(pipeline.engine.verifier.guarantee)
+
+    def note(report: StepReport) -> None:
+        result.draft_seconds += report.seconds["draft"] + report.seconds["observe"]
+        result.step_seconds += sum(
+            seconds for phase, seconds in report.seconds.items() if phase != "model"
+        )
+
+    pipeline.engine.observers.append(note)
+    try:
+        for number, prompt in enumerate(chosen):
+            progress(f"prompt {number + 1} of {len(chosen)} ({prompt.category})")
+            ids = pipeline.encode(_as_prompt(pipeline, prompt.turns[0]))
+            if len(ids) >= pipeline.engine.max_length:
+                result.skipped += 1
+                continue
+            (output,) = pipeline.generate(
+                ids,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                speculation=SpeculationParams(max_nodes=nodes),
+                progress=False,
+            )
+            result.statistics.setdefault(prompt.category, []).append(output.speculation)
+    finally:
+        pipeline.engine.observers.remove(note)
+    return result
+
+
+def with_nodes(config: PipelineConfig, nodes: int | None) -> PipelineConfig:
+    """The config with `max_nodes` set wherever its drafters and schedulers leave it at its default."""
+    if nodes is None:
+        return config
+    bound = config.bind(PluginManager(strict=config.engine.strict_plugins))
+    settings: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    settings["drafter"] = _widened(bound.drafter, nodes)
+    settings["scheduler"] = [_widened(one, nodes) for one in bound.scheduler]
+    return PipelineConfig(**settings)
+
+
+def _widened(value: Any, nodes: int) -> Any:
+    """A component's options, and those of the components in them, with `max_nodes` where it was not set."""
+    if isinstance(value, tuple):
+        return tuple(_widened(one, nodes) for one in value)
+    if not isinstance(value, Bound):
+        return value
+    options = value.options
+    changed = {
+        name: nodes
+        if name == "max_nodes" and name not in options.model_fields_set
+        else _widened(getattr(options, name), nodes)
+        for name in type(options).model_fields
+    }
+    return replace(value, options=options.model_copy(update=changed))
+
+
+def _as_prompt(pipeline: Pipeline, text: str) -> Any:
+    """A chat where the target has a template, else the text."""
+    has_template = getattr(pipeline.tokenizer, "chat_template", None)
+    return [{"role": "user", "content": text}] if has_template else text
+
+
+def _length(several: Sequence[SpeculationStats]) -> float:
+    passes = sum(one.target_passes for one in several)
+    return sum(one.emitted for one in several) / passes if passes else 0.0
+
+
+def _position(several: Sequence[SpeculationStats], depth: int) -> Mapping[str, Any]:
+    """How often a draft token was tested at this depth, and what part of these was kept."""
+    tested, kept = (
+        sum(getattr(one, name)[depth] for one in several if len(one.tested_by_depth) > depth)
+        for name in ("tested_by_depth", "accepted_by_depth")
+    )
+    return {"tested": tested, "kept": kept, "rate": kept / tested if tested else 0.0}

@@ -1,0 +1,58 @@
+"""`specfw train`: make a drafter for a target, without a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from specfw.cli.options import Dtype, given
+
+__all__ = ["NAME", "command"]
+
+NAME = "train"
+
+
+def command(
+    trainer: Annotated[
+        str, typer.Argument(help="What to train: a name or an expression, as in 'recycling(k=4)'.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder of the result; an unfinished one goes on.")],
+    target: Annotated[
+        str, typer.Option(help="`demo`, a local folder, a hub id, or an expression.")
+    ] = "demo",
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Time for writing texts and training, over all calls."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the target writes, over all calls.")
+    ] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="A folder of texts to share; default: OUT/texts.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="User's turns, one a line, or .jsonl; default: the target's own."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts that are written at once.")] = 64,
+    seed: Annotated[int, typer.Option(help="The seed of all chance.")] = 0,
+    evaluate: Annotated[
+        bool, typer.Option(help="Measure what was trained, for its model card.")
+    ] = True,
+    dtype: Dtype = None,
+) -> None:
+    """Let the target write texts, train a drafter on them, and describe it in a model card."""
+    from specfw.plugins import PluginManager
+    from specfw.training.card import write_card
+    from specfw.training.run import Plan, run_training
+    from specfw.training.writing import WritingSettings
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    plan = Plan(out, texts, tokens, minutes, prompts, batch, WritingSettings(seed=seed))
+    bound = PluginManager().bind("trainer", trainer)
+    trained = run_training(target, bound, plan, console.print, given(dtype=dtype))
+    write_card(target, bound, plan, trained, given(dtype=dtype), evaluate, console.print)
+    print(out)
