@@ -10,18 +10,46 @@ from typing import TYPE_CHECKING
 from specfw.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from specfw.training.batches import Batch, Batches, frequent_tokens
+    from specfw.training.features import Features, check_laws, layer_number, target_logits
     from specfw.training.files import whole_file
+    from specfw.training.loop import LoopSettings, Problem, train_loop
     from specfw.training.run import TrainingRun
     from specfw.training.texts import Shard, Texts
 
-__all__ = ["Shard", "Texts", "TrainingRun", "whole_file"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Features",
+    "LoopSettings",
+    "Problem",
+    "Shard",
+    "Texts",
+    "TrainingRun",
+    "check_laws",
+    "frequent_tokens",
+    "layer_number",
+    "target_logits",
+    "train_loop",
+    "whole_file",
+]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "Batch": "specfw.training.batches",
+        "Batches": "specfw.training.batches",
+        "Features": "specfw.training.features",
+        "LoopSettings": "specfw.training.loop",
+        "Problem": "specfw.training.loop",
         "Shard": "specfw.training.texts",
         "Texts": "specfw.training.texts",
         "TrainingRun": "specfw.training.run",
+        "frequent_tokens": "specfw.training.batches",
+        "check_laws": "specfw.training.features",
+        "layer_number": "specfw.training.features",
+        "target_logits": "specfw.training.features",
+        "train_loop": "specfw.training.loop",
         "whole_file": "specfw.training.files",
     },
 )

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-
-from specfw.components import Component, Options
-from specfw.contracts import API_VERSION, Drafter
+from specfw.components import Component
+from specfw.contracts import API_VERSION, Drafter, Trainer
 from specfw.hookspecs import hookimpl
+from specfw_plugin_eagle.options import EagleOptions, EagleTrainerOptions
 
 # torch is imported where a drafter is built, so that finding the plugin stays quick.
 
 __all__ = ["EagleOptions"]
 
 specfw_api = API_VERSION
-
-_ABOUT_CHECKPOINTS = {"layers", "layer_ids", "norm_before_residual", "rope_theta"}
-
-
-class EagleOptions(Options):
-    """Which head drafts, how much, and what its checkpoint leaves open."""
-
-    path: str
-    """The folder of a published head, or `untrained`: a random one, for tests and for measuring its cost."""
-    max_nodes: Annotated[int, Field(ge=1)] = 4
-    """Draft nodes for each request and step."""
-    max_depth: Annotated[int, Field(ge=1)] | None = None
-    """Draft nodes on one path, each a pass of the head; None is `max_nodes`, and 6 at most in mode `point`."""
-    width: Annotated[int, Field(ge=1)] = 1
-    """Siblings below each node: 1 makes chains, more makes trees; in mode `point` also the nodes read a pass."""
-    mode: Literal["sampled", "point"] = "sampled"
-    """`sampled` draws from the head's laws; `point` guesses the most confident tree, as EAGLE-2 does."""
-    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Indices into `hidden_states` that the head reads; None takes the checkpoint's, or its family's."""
-    layer_ids: Literal["auto", "before", "after"] = "auto"
-    """Whether a layer id in the checkpoint means the state before that layer or after it."""
-    norm_before_residual: bool | None = None
-    """Whether the residual is the normed feature; None takes the checkpoint's word, or else no."""
-    rope_theta: Annotated[float, Field(gt=0.0)] | None = None
-    """Base of the rotary positions; None takes the checkpoint's, or else 10000."""
-
-    @model_validator(mode="after")
-    def _untrained_has_no_gaps(self) -> EagleOptions:
-        given = sorted(self.model_fields_set & _ABOUT_CHECKPOINTS, reverse=True)
-        if self.path == "untrained" and given:
-            raise ValueError(f"an untrained head has no use for {', '.join(given)}; leave them out")
-        return self
 
 
 def _build(options: EagleOptions) -> Drafter:
@@ -67,7 +33,14 @@ def _build(options: EagleOptions) -> Drafter:
         max_depth=options.max_depth,
         width=options.width,
         mode=options.mode,
+        other_target=options.other_target,
     )
+
+
+def _build_trainer(options: EagleTrainerOptions) -> Trainer:
+    from specfw_plugin_eagle.training import EagleTrainer
+
+    return EagleTrainer(options)
 
 
 @hookimpl
@@ -78,5 +51,16 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             EagleOptions,
             "A head of one layer that continues the target's hidden states (EAGLE-1, -2 and -3).",
             example={"path": "untrained", "width": 2},
+        )
+    }
+
+
+@hookimpl
+def specfw_trainers() -> Mapping[str, Component[Trainer]]:
+    return {
+        "eagle": Component(
+            _build_trainer,
+            EagleTrainerOptions,
+            "An EAGLE-3 head in speculators' layout, from the target's hidden states.",
         )
     }

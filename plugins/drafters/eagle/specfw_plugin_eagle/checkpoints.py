@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specfw.errors import ConfigError
+from specfw.fingerprint import KEY, read_metadata
 
 __all__ = ["Checkpoint", "Choices", "Family", "HeadConfig", "Weights", "read_checkpoint"]
 
@@ -138,6 +139,8 @@ class Checkpoint:
     config: HeadConfig
     tensors: Mapping[str, Tensor]
     """By common names: `layers.N.`, `fc.`, `norm.`, `lm_head.`, `embed_tokens.`, `d2t`, `t2d`."""
+    fingerprint: str | None = None
+    """Of the target that it was trained for, if it says so."""
 
     @property
     def weights(self) -> Weights:
@@ -154,7 +157,12 @@ def read_checkpoint(path: str | Path, choices: Choices | None = None) -> Checkpo
     folder = Path(path)
     raw = _read_config(folder)
     tensors = _read_tensors(folder)
-    return Checkpoint(str(folder), _config_of(folder, raw, tensors, choices or Choices()), tensors)
+    return Checkpoint(
+        str(folder),
+        _config_of(folder, raw, tensors, choices or Choices()),
+        tensors,
+        read_metadata(folder / "model.safetensors").get(KEY),
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

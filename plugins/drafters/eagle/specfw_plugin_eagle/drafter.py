@@ -17,6 +17,7 @@ from specfw.contracts import (
     TargetInfo,
 )
 from specfw.decoding.builder import DraftBuilder
+from specfw.fingerprint import check_fingerprint
 from specfw_plugin_eagle.checkpoints import Checkpoint
 from specfw_plugin_eagle.head import Head
 from specfw_plugin_eagle.state import HeadState, read_features
@@ -43,20 +44,28 @@ class EagleDrafter(Drafter):
         max_depth: int | None = None,
         width: int = 1,
         mode: Literal["sampled", "point"] = "sampled",
+        other_target: bool = False,
     ) -> None:
         """Set up; the arguments are the options of the same names, None an untrained head."""
         if max_depth is None:
             max_depth = min(max_nodes, _MOST_CONFIDENT_DEPTH) if mode == "point" else max_nodes
         self._own = DraftLimits(max_nodes, max_depth, width)
-        self._checkpoint, self._mode = checkpoint, mode
+        self._checkpoint, self._mode, self._other_target = checkpoint, mode, other_target
         self._states: dict[int, HeadState] = {}
 
     def attach(self, target: TargetInfo) -> None:
         """Fit the head to this target.
 
         Raises:
-            ConfigError: the head lacks tensors, or has another width than the target.
+            ConfigError: the head lacks tensors, or has another width than the target, or was trained for another.
         """
+        if self._checkpoint is not None and not self._other_target:
+            check_fingerprint(
+                self._checkpoint.fingerprint,
+                target,
+                f"drafter eagle: the weights of {self._checkpoint.name}",
+                "train a head for this target, or set other_target=true to use this one all the same",
+            )
         self._head = Head(self._checkpoint or make_untrained(target), target)
         layers = tuple(dict.fromkeys(self._head.feature_layers))
         self.requires = Requirements(hidden_layers=layers)  # type: ignore[misc]  # known only now
