@@ -22,9 +22,11 @@ PUBLIC_FACE = (
     "specfw.contracts",
     "specfw.costs",
     "specfw.errors",
+    "specfw.fingerprint",
     "specfw.hookspecs",
     "specfw.probing",
     "specfw.runner",
+    "specfw.training",
     "specfw.types",
 )
 """What plugins may import by name."""

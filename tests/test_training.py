@@ -364,7 +364,7 @@ def test_a_run_writes_what_is_missing_and_then_trains(tmp_path: Path) -> None:
     bound: Bound[Trainer] = Bound("trainer", "counting", Component(lambda _: trainer))
     lines: list[str] = []
     plan = Plan(tmp_path, tokens=40, minutes=60.0, settings=SMALL)
-    trained = run_training(Chat(), bound, plan, lines.append)
+    trained = run_training(Chat(), bound, plan, lambda text, share=None: lines.append(text))
     assert trained.facts == {"seconds": 1800.0}
     assert int((tmp_path / "made").read_text()) == Texts(tmp_path / "texts").written >= 40
     assert len(lines) == trainer.watched == len(Texts(tmp_path / "texts"))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from specfw.cli.options import Dtype, given
+
+if TYPE_CHECKING:
+    from specfw.training.run import Tell
 
 __all__ = ["NAME", "command"]
 
@@ -38,6 +44,9 @@ def command(
         typer.Option(help="User's turns, one a line, or .jsonl; default: the target's own."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts that are written at once.")] = 64,
+    conversations: Annotated[
+        int, typer.Option(min=1, help="Texts in each shard, after which a killed run goes on.")
+    ] = 64,
     seed: Annotated[int, typer.Option(help="The seed of all chance.")] = 0,
     evaluate: Annotated[
         bool, typer.Option(help="Measure what was trained, for its model card.")
@@ -51,8 +60,23 @@ def command(
     from specfw.training.writing import WritingSettings
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    plan = Plan(out, texts, tokens, minutes, prompts, batch, WritingSettings(seed=seed))
+    settings = WritingSettings(seed=seed, conversations=conversations)
+    plan = Plan(out, texts, tokens, minutes, prompts, batch, settings)
     bound = PluginManager().bind("trainer", trainer)
-    trained = run_training(target, bound, plan, console.print, given(dtype=dtype))
-    write_card(target, bound, plan, trained, given(dtype=dtype), evaluate, console.print)
+    with _bar(console) as tell:
+        trained = run_training(target, bound, plan, tell, given(dtype=dtype))
+        write_card(target, bound, plan, trained, given(dtype=dtype), evaluate, tell)
     print(out)
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Tell]:
+    """Lines on how it goes, and on a terminal a bar below them."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def tell(text: str, share: float | None = None) -> None:
+            console.print(text, markup=False)
+            bar.update(task, description=text.partition(":")[0], completed=share)
+
+        yield tell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specfw.contracts import TargetInfo
 from specfw.errors import ConfigError
 from specfw.training.features import Features
+from specfw.training.run import Tell, quiet
 from specfw.training.texts import Shard, Texts
 
 __all__ = ["Batch", "Batches", "frequent_tokens"]
@@ -40,7 +41,7 @@ class Batches:
         seed: int,
         size: int,
         most_tokens: int,
-        tell: Callable[[str], None] = lambda text: None,
+        tell: Tell = quiet,
     ) -> None:
         """Read the texts and compute what features there is room for.
 
@@ -69,7 +70,8 @@ class Batches:
         for number, shard in enumerate(self._shards):
             if not features.keep(number, shard):
                 break
-            tell(f"features of {number + 1} of {len(self._shards)} shards")
+            done = number + 1
+            tell(f"features of {done} of {len(self._shards)} shards", done / len(self._shards))
 
     @property
     def shards(self) -> Sequence[Shard]:

@@ -136,10 +136,10 @@ def train_loop(
         for name, number in {"loss": float(loss.detach()), **numbers}.items():
             sums[name] = sums.get(name, 0.0) + number
         count += 1
-        if progress.step % every == 0:
+        if progress.step % every == 0 or over():
             means = {name: total / count for name, total in sums.items()}
             progress.curve.append({"step": progress.step, **means})
-            run.tell(_line(progress, means, run.seconds, steps))
+            _report(run, progress, means, steps)
             sums, count = {}, 0
         if over() or time.perf_counter() - saved > save_seconds:
             _save(path, problem, optimizer, averaged, about, progress)
@@ -152,17 +152,20 @@ def _rate(settings: LoopSettings, step: int) -> float:
     return float(settings.rate * warm * max(1.0, step / settings.decay_from) ** -0.5)
 
 
-def _line(
-    progress: Progress, means: Mapping[str, float], seconds: float | None, steps: int | None
-) -> str:
+def _report(
+    run: TrainingRun, progress: Progress, means: Mapping[str, float], steps: int | None
+) -> None:
     lefts = []
-    if seconds is not None:
-        lefts.append(seconds - progress.seconds)
+    if run.seconds is not None:
+        lefts.append(run.seconds - progress.seconds)
     if steps is not None:
         lefts.append((steps - progress.step) * progress.seconds / progress.step)
+    left = max(0.0, min(lefts))
     shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-    left = max(0.0, min(lefts)) / 60
-    return f"{time.strftime('%H:%M:%S')} step {progress.step}: {shown}; {left:.0f} min left"
+    run.tell(
+        f"{time.strftime('%H:%M:%S')} step {progress.step}: {shown}; {left / 60:.0f} min left",
+        progress.seconds / (progress.seconds + left),
+    )
 
 
 def _save(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from specfw.components import Bound
 from specfw.contracts import TargetInfo, Trained, Trainer
@@ -20,7 +20,7 @@ from specfw.training.recording import RowRecorder
 from specfw.training.texts import Shard, Texts
 from specfw.training.writing import TextWriter, WritingSettings, write_texts
 
-__all__ = ["Plan", "TrainingRun", "run_training"]
+__all__ = ["Plan", "Tell", "TrainingRun", "quiet", "run_training"]
 
 _BYTES_PER_NUMBER = 4
 _TEXT_SLACK = 1.3
@@ -28,7 +28,15 @@ _TEXT_SLACK = 1.3
 _PER_MINUTE = 20_000
 """Tokens that a fast machine writes in a minute at most, to plan disk by where only time is given."""
 
-Tell = Callable[[str], None]
+
+class Tell(Protocol):
+    """Takes a line on how it goes, and the part that is done if that is known."""
+
+    def __call__(self, text: str, share: float | None = None) -> None: ...
+
+
+def quiet(text: str, share: float | None = None) -> None:
+    """Takes what is told, and tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,7 @@ class TrainingRun:
     seed: int = 0
     seconds: float | None = None
     """Time for training in all runs together, earlier ones included; None leaves it to the trainer."""
-    tell: Tell = lambda text: None
-    """Takes a line on how it goes."""
+    tell: Tell = quiet
 
     @property
     def state(self) -> Path:
@@ -73,7 +80,7 @@ def run_training(
     target: object,
     trainer: Bound[Trainer],
     plan: Plan,
-    tell: Tell = lambda text: None,
+    tell: Tell = quiet,
     settings: Mapping[str, Any] | None = None,
 ) -> Trained:
     """Write texts as far as they are missing, and train.
@@ -144,10 +151,12 @@ class _Progress:
             lefts.append((self._plan.tokens - written) * spent / written)
         if self._seconds is not None:
             lefts.append(self._seconds - spent)
+        left = max(0.0, min(lefts))
         promise = self._learner.watch(shard)
         self._tell(
             f"{time.strftime('%H:%M:%S')} texts: {written} tokens, {shard.written / shard.seconds:.0f} a second, "
-            f"{_duration(max(0.0, min(lefts)))} left" + (f"; {promise}" if promise else "")
+            f"{_duration(left)} left" + (f"; {promise}" if promise else ""),
+            spent / (spent + left),
         )
 
 

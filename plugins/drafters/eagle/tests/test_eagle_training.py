@@ -128,7 +128,7 @@ def train(folder: Path, texts: Texts, die_at: int = -1, **options: Any) -> Train
     trainer.attach(target())
     said: list[str] = []
 
-    def tell(line: str) -> None:
+    def tell(line: str, share: float | None = None) -> None:
         said.append(line)
         if f" step {die_at}:" in line:
             raise KeyboardInterrupt
