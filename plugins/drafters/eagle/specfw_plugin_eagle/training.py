@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specfw.contracts import TargetInfo, Trained, Trainer
 from specfw.errors import ConfigError
@@ -181,8 +180,8 @@ def rollout_loss(
             :, ahead
         ]  # rows whose target law is known; the head says what follows these tokens
         guesses = head.logits(features[known]).float().log_softmax(-1)
-        truth = laws[number[:, ahead][known]]
-        total = total + _FADING**step * _distance(guesses, truth, options.loss)
+        law = laws[number[:, ahead][known]]
+        total = total + _FADING**step * _distance(guesses, law, options.loss)
         best = guesses.detach().argmax(-1)
         best = best if head.vocab is None else head.vocab[best]
         hits[f"hit{step + 1}"] = float(
@@ -195,15 +194,15 @@ def rollout_loss(
 def _target_laws(
     target: TargetInfo, batch: Batch, last: int, asked: Tensor, vocab: Tensor | None
 ) -> Tensor:
-    """The target's log-probabilities over the draft vocabulary at the asked places, [n, Vd]."""
+    """The target's law over the draft vocabulary at the asked places, [n, Vd]."""
     states = batch.states[last].to(target.device)[asked]
-    return target_logits(target, states, vocab).float().log_softmax(-1)
+    return target_logits(target, states, vocab).float().softmax(-1)
 
 
-def _distance(guesses: Tensor, truth: Tensor, kind: str) -> Tensor:
-    """The mean distance of laws, given as log-probabilities [n, Vd]: KL(truth, guess), total variation, or both."""
-    kl = F.kl_div(guesses, truth, log_target=True, reduction="batchmean")
-    if kind == "kl":
-        return kl
-    variation = (guesses.exp() - truth.exp()).abs().sum(-1).mean() / 2
-    return variation if kind == "tv" else kl + variation
+def _distance(guesses: Tensor, law: Tensor, kind: str) -> Tensor:
+    """The mean distance of log-probabilities from laws [n, Vd]: KL(law, guess), total variation, or their sum."""
+    if kind == "tv":
+        return (guesses.exp() - law).abs().sum(-1).mean() / 2
+    # The cross-entropy less the law's own entropy, which has no gradient.
+    kl = torch.special.entr(law).sum(-1).neg().mean() - (law * guesses).sum(-1).mean()
+    return kl if kind == "kl" else kl + _distance(guesses, law, "tv")
