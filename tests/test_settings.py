@@ -18,6 +18,7 @@ from specfw import Pipeline, SamplingParams
 from specfw.builtins import NoDrafter
 from specfw.contracts import Drafter, LoadedTarget, TargetLoader, Verifier
 from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.forks import Forks
 from specfw.decoding.probabilities import SamplingBatch, SamplingState
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.decoding.stopping import Stopper
@@ -233,7 +234,9 @@ def test_B18_a_stateful_processor_moves_with_committed_tokens_only(
 def own_processor(request: Request) -> EvenForAWhile:
     history = request.sampling.history
     assert history is not None
-    [processor] = history._processors
+    [forks] = history._processors
+    assert isinstance(forks, Forks)
+    processor = forks.committed.processor
     assert isinstance(processor, EvenForAWhile)
     return processor
 
@@ -282,7 +285,7 @@ def test_a_failing_function_costs_its_own_request(
     assert "\n" not in failed.error
     assert re.search(sentence, failed.error), failed.error
     assert [first.token_ids, last.token_ids] == [texts[0][6:], texts[2][6:]]
-    assert failed.token_ids == texts[1][6 : 6 + len(failed.token_ids)]
+    assert failed.token_ids == texts[1][6:9]
 
 
 def test_a_processor_that_fails_only_off_the_text_costs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Rules that read a node's whole history on the host: n-grams, sequences of tokens, logits processors.
+"""Rules that read a node's whole history on the host: n-grams, sequences, grammars, logits processors.
 
 What a request has committed is kept up to date here; a node's history is that and its drafted path.
 """
@@ -8,37 +8,46 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specfw.decoding.forks import Forks
+from specfw.decoding.grammar import GrammarError, Matcher
 from specfw.types import LogitsProcessor, SamplingParams, StatefulProcessor
 
-__all__ = ["History", "ProcessorError"]
+__all__ = ["History", "RuleError"]
 
 Cells = list[tuple[int, float]]
 """Tokens, and what is added to their scores."""
 
 
-class ProcessorError(Exception):
-    """A logits processor raised or returned something else than scores; one sentence."""
+class RuleError(Exception):
+    """A request's own rule leaves it without a law: a processor that fails, a dead end; one sentence."""
 
 
 class History:
     """One request's committed tokens, and the rules that read them."""
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        matcher: Matcher | None = None,
     ) -> None:
         self._tokens: list[int] = list(prompt)
         self._biased = _by_last([(ids, bias) for ids, bias in params.sequence_bias if len(ids) > 1])
         self._bad = _by_last([(ids, -torch.inf) for ids in params.bad_words_ids if len(ids) > 1])
         self._size = params.no_repeat_ngram_size
         self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)
-        self._processors: list[LogitsProcessor] = [
-            one.fork() if isinstance(one, StatefulProcessor) else one
+        self._grammar = None if matcher is None else Forks(matcher)
+        self._processors: list[LogitsProcessor | Forks[_Guarded]] = [
+            Forks(_Guarded(one)) if isinstance(one, StatefulProcessor) else one
             for one in params.logits_processors
         ]
-        self._broken: ProcessorError | None = None  # why processors cannot go on
+        self._broken: RuleError | None = None  # why the rules with a state cannot go on
         self._ids: Tensor | None = None  # of the committed tokens, made when first asked for
         if self._size:
             self._note_ngrams(0)
@@ -50,6 +59,7 @@ class History:
         sequences = [ids for ids, _ in params.sequence_bias] + list(params.bad_words_ids)
         return bool(
             params.no_repeat_ngram_size
+            or params.structure
             or params.logits_processors
             or any(len(ids) > 1 for ids in sequences)
         )
@@ -58,6 +68,11 @@ class History:
     def processes(self) -> bool:
         """Whether there are logits processors."""
         return bool(self._processors)
+
+    @property
+    def constrains(self) -> bool:
+        """Whether there is a grammar."""
+        return self._grammar is not None
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Tokens were committed."""
@@ -68,10 +83,17 @@ class History:
             self._note_ngrams(start)
         try:
             for processor in self._processors:
-                if isinstance(processor, StatefulProcessor):
-                    _advance(processor, tokens)
-        except ProcessorError as error:  # tokens are committed all the same
+                if isinstance(processor, Forks):
+                    processor.advance(tokens)
+        except RuleError as error:  # tokens are committed all the same
             self._broken = error
+        if self._grammar is not None:
+            self._grammar.advance(tokens)
+            if self._grammar.committed.astray:
+                self._broken = RuleError(
+                    "grammar: expected tokens that it allows, got another from a lossy verifier; "
+                    "use one that keeps the law"
+                )
 
     def biases(self, path: Sequence[int]) -> Cells:
         """What sequence biases add to the token after `path`."""
@@ -84,21 +106,40 @@ class History:
             cells += [(token, -torch.inf) for token in self._repeating(path)]
         return cells
 
+    def allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
+        """The tokens that the grammar allows after `path`, bool [V]; None where it says nothing.
+
+        Raises:
+            RuleError: it allows none.
+        """
+        assert self._grammar is not None
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return self._grammar.at(path).allowed()
+        except GrammarError as error:
+            raise RuleError(
+                f"grammar: expected a token that goes on with the text at position "
+                f"{len(self._tokens) + len(path)}, got a dead end ({error}); change the grammar"
+            ) from None
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice."""
+        return [] if self._grammar is None else self._grammar.committed.forced()
+
     def process(self, scores: Tensor, path: Sequence[int]) -> Tensor:
         """What the logits processors make of one row: [V] -> [V].
 
         Raises:
-            ProcessorError: one of them raised, or did not return scores [1, V].
+            RuleError: one of them raised, or did not return scores [1, V].
         """
         if self._broken is not None:
             raise self._broken
         ids = self._with(path, scores.device)
         row = scores[None].clone()
         for processor in self._processors:
-            if isinstance(processor, StatefulProcessor):
-                processor = processor.fork()
-                _advance(processor, path)
-            row = _call(processor, ids, row)
+            own = processor.at(path).processor if isinstance(processor, Forks) else processor
+            row = _call(own, ids, row)
         return row[0].to(scores.dtype)
 
     def _with(self, path: Sequence[int], device: torch.device) -> Tensor:
@@ -144,12 +185,20 @@ def _by_last(
     return [(ids[:-1], ids[-1], value) for ids, value in sequences]
 
 
-def _advance(processor: StatefulProcessor, tokens: Sequence[int]) -> None:
-    for token in tokens:
+class _Guarded:
+    """A user's processor, whose errors become sentences."""
+
+    def __init__(self, processor: StatefulProcessor) -> None:
+        self.processor = processor
+
+    def fork(self) -> _Guarded:
+        return _Guarded(self.processor.fork())
+
+    def advance(self, token: int) -> None:
         try:
-            processor.advance(int(token))
+            self.processor.advance(int(token))
         except Exception as error:
-            raise _raised(processor, f"in advance({token})", error) from error
+            raise _raised(self.processor, f"in advance({token})", error) from error
 
 
 def _call(processor: LogitsProcessor, ids: Tensor, row: Tensor) -> Tensor:
@@ -165,15 +214,15 @@ def _call(processor: LogitsProcessor, ids: Tensor, row: Tensor) -> Tensor:
         came = (
             f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
         )
-        raise ProcessorError(
+        raise RuleError(
             f"logits processor {_name(processor)}: expected to get floating-point scores "
             f"{list(row.shape)} back, got {came} at position {ids.shape[1]}; return one for each token"
         )
     return result
 
 
-def _raised(processor: LogitsProcessor, where: str, error: Exception) -> ProcessorError:
-    return ProcessorError(
+def _raised(processor: LogitsProcessor, where: str, error: Exception) -> RuleError:
+    return RuleError(
         f"logits processor {_name(processor)}: raised {type(error).__name__} {where} ({error}); "
         "mend it, or leave it out of this request"
     )

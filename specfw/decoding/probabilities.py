@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specfw.decoding.draft import Draft, nothing
-from specfw.decoding.history import Cells, History, ProcessorError
+from specfw.decoding.grammar import Matcher
+from specfw.decoding.history import Cells, History, RuleError
 from specfw.decoding.warping import Warping, column, index_of
 from specfw.types import SamplingParams
 
@@ -37,6 +38,7 @@ class SamplingState:
         stop_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        matcher: Matcher | None = None,
     ) -> None:
         def mask(tokens: Sequence[int]) -> Tensor | None:
             if not tokens:
@@ -58,7 +60,7 @@ class SamplingState:
         self.suppressed = mask(params.suppress_tokens)
         self.begin_suppressed = mask(params.begin_suppress_tokens)
         self.forced = mask(params.forced_eos_token_id)
-        self.history = History(params, prompt, output) if History.needed(params) else None
+        self.history = History(params, prompt, output, matcher) if History.needed(params) else None
         """What is read on the host; None if nothing is."""
         self.prompt_seen: Tensor | None = None
         self.counts: Tensor | None = None
@@ -93,6 +95,15 @@ def _bias_row(params: SamplingParams, vocab_size: int, device: torch.device) -> 
     return row
 
 
+Failures = dict[int, tuple[int, str]]
+"""Requests whose own rule failed at a node: that node's depth, the smallest there is, and a sentence."""
+
+
+def _note(failures: Failures, request: int, depth: int, error: RuleError) -> None:
+    if request not in failures or failures[request][0] > depth:
+        failures[request] = depth, str(error)
+
+
 class SamplingBatch:
     """The sampling settings of the B requests of a step."""
 
@@ -115,6 +126,9 @@ class SamplingBatch:
             lambda state: state.params.exponential_decay_length_penalty is not None
         )
         self._remembers = where(lambda state: state.history is not None)
+        self._constrained = where(
+            lambda state: state.history is not None and state.history.constrains
+        )
         self._processes = where(lambda state: state.history is not None and state.history.processes)
         self._emitted = np.array([state.emitted for state in states], np.int64)
         self._minimum = np.array([state.params.min_new_tokens for state in states], np.int64)
@@ -131,7 +145,7 @@ class SamplingBatch:
         request: NDArray[np.int64],
         path: Tensor,
         depth: Tensor,
-        failures: dict[int, str] | None = None,
+        failures: Failures | None = None,
     ) -> Tensor:
         """Logits after everything but temperature and filters, in float32 at least: [M, V].
 
@@ -141,9 +155,10 @@ class SamplingBatch:
             path: the draft tokens between the committed text and the row, in order, int64 [M, D],
                 -1 padded (on any side); read only if `reads_path`.
             depth: how many draft tokens that are, int64 [M].
-            failures: gets a sentence for each request whose logits processor failed; such rows
-                are left as they were before the processors.
+            failures: gets what failed of the requests' own rules, a grammar or a processor; such
+                rows are left as they were before that rule.
         """
+        failures = {} if failures is None else failures
         scores = logits if logits.dtype == torch.float64 else logits.float()
         paths = self._host_paths(request, path)
         scores = self._add_bias(scores, request)
@@ -156,7 +171,15 @@ class SamplingBatch:
         scores = self._hasten_end(scores, request, depth)
         scores = self._ban(scores, request, self._suppressed, lambda state: state.suppressed)
         scores = self._suppress_first(scores, request, depth)
-        return self._process(scores, request, paths, {} if failures is None else failures)
+        scores = self._constrain(scores, request, paths, failures)
+        processed = self._process(scores, request, paths, failures)
+        if processed is scores:
+            return scores
+        return self._constrain(processed, request, paths, failures)  # whatever a processor brings
+
+    def forced(self, request: int) -> list[int]:
+        """The tokens that a request's grammar leaves no choice about, from its last token on."""
+        return self._history(request).forced() if self._constrained[request] else []
 
     def laws(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
         """Probabilities of score rows [M, V] after temperature and filters.
@@ -300,12 +323,35 @@ class SamplingBatch:
             only=depth == 0,
         )
 
+    def _constrain(
+        self,
+        scores: Tensor,
+        request: NDArray[np.int64],
+        paths: dict[int, list[int]],
+        failures: Failures,
+    ) -> Tensor:
+        """Leave only tokens that the requests' own grammars allow."""
+        masks: dict[int, NDArray[np.bool_]] = {}
+        for row in np.flatnonzero(self._constrained[request]).tolist():
+            try:
+                allowed = self._history(request[row]).allowed(paths[row])
+            except RuleError as error:
+                _note(failures, int(request[row]), len(paths[row]), error)
+            else:
+                if allowed is not None:
+                    masks[row] = allowed
+        if not masks:
+            return scores
+        index = index_of(np.array(list(masks)), scores)
+        mask = torch.from_numpy(np.stack(list(masks.values()))).to(scores.device)
+        return scores.index_copy(0, index, scores[index].masked_fill(~mask, -torch.inf))
+
     def _process(
         self,
         scores: Tensor,
         request: NDArray[np.int64],
         paths: dict[int, list[int]],
-        failures: dict[int, str],
+        failures: Failures,
     ) -> Tensor:
         """Call the requests' own logits processors, a row at a time."""
         rows = np.flatnonzero(self._processes[request])
@@ -315,8 +361,8 @@ class SamplingBatch:
             try:
                 history = self._history(request[row])
                 scores[row] = history.process(scores[row], paths[row])
-            except ProcessorError as error:
-                failures.setdefault(int(request[row]), str(error))
+            except RuleError as error:
+                _note(failures, int(request[row]), len(paths[row]), error)
         return scores
 
     def _history(self, request: int) -> History:
@@ -349,8 +395,7 @@ class NodeLaws:
         self._draft = draft
         self._sampling = sampling
         self._every = np.arange(draft.batch)
-        self.failures: dict[int, str] = {}
-        """Requests whose logits processor failed at a reached node, and what it did."""
+        self.failures: Failures = {}
         self.failed_at = torch.full_like(draft.start, -1)
         """int64 [B]: the first reached position with NaN or infinite logits or none left by the settings, else -1."""
 

@@ -31,6 +31,8 @@ from specfw.contracts import (
 )
 from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.draft import Draft, ExtraRows
+from specfw.decoding.forced import guess_forced
+from specfw.decoding.grammar import Grammars
 from specfw.decoding.probabilities import NodeLaws, SamplingBatch
 from specfw.decoding.random import RandomSource
 from specfw.engine.batching import Segment
@@ -146,6 +148,7 @@ class Engine:
         self.planner = Planner(
             memory, schedulers, max_batch, max_step_tokens, prefill_chunk, verifier.supports_trees
         )
+        self.grammars = Grammars(info)
         self.max_length = min(info.max_length, memory.num_blocks * memory.block_size)
         self.faults: Counter[str] = Counter()
         """Drafts lost, by cause; each cause is logged once."""
@@ -170,7 +173,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ConfigError: the prompt is empty or has ids outside the vocabulary.
+            ConfigError: the prompt is empty or has ids outside the vocabulary, or its grammar
+                cannot be used.
             CapacityError: it does not fit into the context or the KV memory.
         """
         self._check_prompt(prompt, params)
@@ -185,6 +189,7 @@ class Engine:
             tokenizer=self.info.tokenizer,
             vocab_size=self.info.vocab_size,
             device=self.info.device,
+            grammars=self.grammars,
             guarantee=self.verifier.guarantee,
             index=index,
             streams=streams,
@@ -260,8 +265,11 @@ class Engine:
             [self.max_length - len(request.tokens) for request in requests],
         )
         if any(work.limits.max_nodes for work in decoding):
+            served, views, below = guess_forced(
+                requests, builder, sampling, self.drafter.reads_ahead
+            )
             # What was drawn before a failure stays: dropping it could depend on what was drawn.
-            self._guard(self.drafter.propose, requests, requests, builder)
+            self._guard(self.drafter.propose, [requests[b] for b in served], views, below)
         return builder.build(), builder, sampling
 
     def _may_draw(self, q: Tensor) -> Tensor | None:
@@ -346,30 +354,35 @@ class Engine:
     ) -> Round:
         """Emit what request `b` got, and count it."""
         next_token, failed_at, non_finite = (int(value) for value in decided[1:4])
-        round = Round(request, int(draft.sizes[b]) - 1, len(builder.extras[b]))
-        failure = laws.failures.get(b)
-        if failed_at >= 0:
-            failure = (
-                f"target: expected finite logits at position {failed_at}, got NaN or infinity, so no token can be "
-                "drawn there; check the model's weights and dtype, and whether the request's settings "
-                "leave any token"
-            )
-        if failure is not None:
-            return replace(round, ends="error", error=failure)
+        tokens = [*(int(token) for token in decided[4:][path]), next_token]
         if non_finite:
             self._stop_drafting(request, "handed over NaN or infinite logits")
-        taken, ends = request.emit(
-            [*(int(token) for token in decided[4:][path]), next_token], len(path)
-        )
+        # As in plain decoding, what comes before a failure is emitted, and it may end the request.
+        lawful, failure = self._failure(b, request, failed_at, laws)
+        taken, ends = request.emit(tokens[:lawful], len(path))
+        error = request.stopper.error
+        if ends is None and failure is not None:
+            ends, error = "error", failure
         kept = path[:taken]
+        drafted, extra = int(draft.sizes[b]) - 1, len(builder.extras[b])
         deepest = int(draft.depth[b].max())
         tested = min(len(path) + (len(path) < deepest), taken)
-        request.count(round.drafted, round.extra, tested, len(kept), taken)
+        request.count(drafted, extra, tested, len(kept), taken)
         request.add_logprobs(laws, b, [0, *path][:taken])
         emitted = request.tokens[len(request.tokens) - taken :]
-        return replace(
-            round, tested=tested, kept=kept, emitted=emitted, ends=ends, error=request.stopper.error
+        return Round(
+            request, drafted, extra, tested, kept=kept, emitted=emitted, ends=ends, error=error
         )
+
+    def _failure(
+        self, b: int, request: Request, failed_at: int, laws: NodeLaws
+    ) -> tuple[int | None, str | None]:
+        """How many of the decided tokens come before there is no law any more, and why there is none."""
+        committed = len(request.tokens)
+        failures = [(failed_at - committed, _no_law(request, failed_at))] if failed_at >= 0 else []
+        if b in laws.failures:
+            failures.append(laws.failures[b])
+        return min(failures, key=lambda one: one[0]) if failures else (None, None)
 
     def _observe(
         self,
@@ -457,6 +470,21 @@ class Engine:
                 f"{'the context' if context else 'the KV memory'} holds, got {len(prompt)}; "
                 f"{'shorten it' if context else 'shorten it or raise engine.kv_tokens'}"
             )
+
+
+def _no_law(request: Request, position: int) -> str:
+    if request.params.structure is not None:
+        name, _ = request.params.structure
+        return (
+            f"{name}: expected the other settings to leave a token of those that it allows at position "
+            f"{position}, got none, or NaN logits; drop a setting that forbids or forces tokens, such as "
+            "min_new_tokens"
+        )
+    return (
+        f"target: expected finite logits at position {position}, got NaN or infinity, so no token can be "
+        "drawn there; check the model's weights and dtype, and whether the request's settings "
+        "leave any token"
+    )
 
 
 def _rows_scored(plan: Plan, rounds: Sequence[Round]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specfw.contracts import DraftLimits, RequestView
+from specfw.decoding.grammar import Grammars
 from specfw.decoding.probabilities import NodeLaws, SamplingState
 from specfw.decoding.stopping import Stopper
 from specfw.engine.memory import KVSequence
@@ -42,6 +43,7 @@ class Request(RequestView):
         tokenizer: Any,
         vocab_size: int,
         device: torch.device,
+        grammars: Grammars,
         guarantee: Guarantee,
         index: int = 0,
         streams: bool = False,
@@ -55,7 +57,8 @@ class Request(RequestView):
         self.seed = secrets.randbits(63) if params.seed is None else params.seed & (2**63 - 1)
         self.stopper = Stopper(params, eos_token_ids, tokenizer, prompt)
         stop_ids = [*params.stop_token_ids, *([] if params.ignore_eos else eos_token_ids)]
-        self.sampling = SamplingState(params, prompt, [], stop_ids, vocab_size, device)
+        matcher = grammars.matcher(params, stop_ids)
+        self.sampling = SamplingState(params, prompt, [], stop_ids, vocab_size, device, matcher)
         self.stats = SpeculationStats(guarantee=guarantee)
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob] | None = (
@@ -132,7 +135,7 @@ class Request(RequestView):
 
     def add_logprobs(self, laws: NodeLaws, b: int, nodes: Sequence[int]) -> None:
         """Note the target's log-probabilities of the last emitted tokens, drawn after `nodes`."""
-        if self.logprobs is None:
+        if self.logprobs is None or not nodes:
             return
         emitted = self.tokens[-len(nodes) :]
         wanted = self.params.logprobs or 0

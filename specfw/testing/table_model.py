@@ -223,6 +223,15 @@ class TableTokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The same as a tokenizer of the library tokenizers, for those who read its bytes."""
+        from tokenizers import Tokenizer, decoders, models
+
+        backend = Tokenizer(models.BPE(self.get_vocab(), []))
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
     def get_vocab(self) -> dict[str, int]:
         return {self.convert_ids_to_tokens(token): token for token in range(self.vocab_size)}
 

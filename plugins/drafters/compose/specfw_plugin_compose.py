@@ -26,13 +26,13 @@ from specfw.contracts import (
     DraftLimits,
     Feedback,
     RankedRows,
+    RequestAhead,
     RequestView,
     Requirements,
     TargetInfo,
 )
 from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
-from specfw.types import SamplingParams
 
 if TYPE_CHECKING:
     from specfw.decoding.builder import DraftBuilder
@@ -250,16 +250,6 @@ class Merge(_Sharing):
             drafter.propose(requests, builder.limited(limits).as_drafter(index))
 
 
-@dataclass(eq=False)
-class _Ahead(RequestView):
-    """A request as it would be, were a path of guesses accepted."""
-
-    id: int
-    tokens: Sequence[int]
-    prompt_length: int
-    params: SamplingParams
-
-
 class Extend(_Sharing):
     """Each drafter continues the leaves that those before it have left, the root if there are none.
 
@@ -320,15 +310,8 @@ class _Leaves:
             part = (budget + len(paths) - 1 - place) // len(paths)
             if part:
                 self.nodes.append(node)
-                self.requests.append(_ahead(request, path))
+                self.requests.append(RequestAhead.after(request, path))
                 self.limits.append(DraftLimits(part, part, part))
-
-
-def _ahead(request: RequestView, path: Sequence[int]) -> RequestView:
-    if not path:
-        return request
-    tokens = [*request.tokens, *path]
-    return _Ahead(request.id, tokens, request.prompt_length, request.params)
 
 
 class _Choosing(Combinator):

@@ -1,0 +1,50 @@
+"""Drafts without a drafter: where a grammar leaves no choice, what must come is guessed.
+
+A guess that is sure costs a row of the target pass and no law. The drafter goes on below it if it
+reads ahead; if not, the run is the whole draft of that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specfw.contracts import RequestAhead, RequestView
+from specfw.decoding.builder import DraftBuilder
+from specfw.decoding.probabilities import SamplingBatch
+
+__all__ = ["guess_forced"]
+
+
+def guess_forced(
+    requests: Sequence[RequestView],
+    builder: DraftBuilder,
+    sampling: SamplingBatch,
+    reads_ahead: bool,
+) -> tuple[list[int], list[RequestView], DraftBuilder]:
+    """Guess what is forced, within the builder's limits, and say what is left for a drafter.
+
+    Args:
+        requests: the builder's, in its order.
+        builder: without nodes so far.
+        sampling: the settings of these requests.
+        reads_ahead: whether the drafter continues guesses.
+
+    Returns:
+        Which requests the drafter may serve, these as they would be behind their guesses, and the
+        builder to serve them with.
+    """
+    runs = [
+        builder.guess(int(root), sampling.forced(b)) if builder.limits[b].max_nodes else []
+        for b, root in enumerate(builder.roots)
+    ]
+    if not any(runs):
+        return list(range(len(requests))), list(requests), builder
+    served = [b for b, run in enumerate(runs) if reads_ahead or not run]
+    roots = np.array([runs[b][-1] if runs[b] else builder.roots[b] for b in served], np.int64)
+    views = [
+        RequestAhead.after(requests[b], builder.guessed_path(int(root)) or [])
+        for b, root in zip(served, roots, strict=True)
+    ]
+    return served, views, builder.limited([builder.limits[b] for b in served], roots)
