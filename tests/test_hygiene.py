@@ -142,7 +142,7 @@ def test_importing_is_cheap() -> None:
         f"sys.path += {folders!r}\n"
         f"for name in {modules!r}:\n"
         "    __import__(name)\n"
-        "    heavy = {'torch', 'transformers'} & sys.modules.keys()\n"
+        "    heavy = {'torch', 'transformers', 'llguidance'} & sys.modules.keys()\n"
         "    if heavy:\n"
         "        sys.exit(f'{name} imports {sorted(heavy)}')\n"
     )

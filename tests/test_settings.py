@@ -27,9 +27,10 @@ from specfw.engine.fixed import FixedScheduler
 from specfw.engine.requests import Request
 from specfw.errors import ConfigError
 from specfw.testing import Case, MixtureDrafter, ScriptedDrafter, TableDrafter, certify
-from specfw.testing.cases import EOS, table_runner
+from specfw.testing.cases import CHOICES, EOS, table_runner
 from specfw.testing.laws import NoToken, target_law
 from specfw.testing.table_model import TableTokenizer
+from specfw.types import SpeculationParams
 from tests.engine_kit import OracleDrafter, make_engine, outputs, prompt_of, reference
 from tests.tiny_models import VOCAB_SIZE, tiny, tiny_tokenizer
 
@@ -74,11 +75,15 @@ ATOMS: dict[str, dict[str, Any]] = {
     "hastened end": {"exponential_decay_length_penalty": (0, 1.7), "ignore_eos": False},
     "end": {"ignore_eos": False},
     "minimum": {"min_new_tokens": 2, "ignore_eos": False},
+    "grammar": {"choices": CHOICES, "ignore_eos": False},
     "stop token": {"stop_token_ids": (2,)},
     "stop string": {"stop": ("ba", "cd")},
     "processor": {"logits_processors": (nudge,)},
     "criterion": {"stopping_criteria": (even_sum,)},
 }
+LETTERS = "#$%&abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,!?:;\n"
+"""What the tokens of the tiny models stand for, each of them for a letter."""
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "chain": lambda: TableDrafter("near", depth=2),
     "tree": lambda: TableDrafter("unrelated", depth=2, width=2),
@@ -404,12 +409,26 @@ def test_prompt_logprobs_survive_a_preemption() -> None:
     assert [len(output.prompt_logprobs or ()) for output in found] == [19] * 4
 
 
+STRUCTURES: dict[int, dict[str, Any]] = {
+    0: {"regex": "[a-z]{3,9}"},
+    1: {"json_schema": {"type": ["boolean", "null"]}},
+    2: {"grammar": 'start: "a" start "b" | WORD\nWORD: /c[d-h]*/'},
+    4: {"choices": ("red", "green", "grey", "blue")},
+    5: {"regex": "(ab|cd)*"},
+    6: {"grammar": 'root ::= ("x" | "y" root "z")'},
+    11: {"regex": "([A-F][a-f] )*"},
+}
+"""The grammars of some requests of a batch, over the letters of the tiny models."""
+
+
 def test_a_mixed_batch_gives_what_each_gives_alone() -> None:
-    """Settings, seeds and speculation that leak from one request to its batch-mates."""
+    """Settings, seeds, grammars and speculation that leak from one request to its batch-mates."""
     prompts = [prompt_of(4 + seed, seed) for seed in range(12)]
     base = {"max_new_tokens": 10, "temperature": 0.9}
     own = [
-        value for value in ATOMS.values() if "stop" not in value and "stop_token_ids" not in value
+        value
+        for value in ATOMS.values()
+        if not {"stop", "stop_token_ids", "choices"} & value.keys()
     ]
     off = {"enabled": False}
     each = [
@@ -418,6 +437,7 @@ def test_a_mixed_batch_gives_what_each_gives_alone() -> None:
                 **base,
                 **own[2 * i],
                 **own[2 * i + 1],
+                **STRUCTURES.get(i, {}),
                 "seed": i,
                 "speculation": off if i % 4 == 3 else {},
             }
@@ -425,11 +445,15 @@ def test_a_mixed_batch_gives_what_each_gives_alone() -> None:
         for i in range(12)
     ]
     drafter = OracleDrafter([prompt * 4 for prompt in prompts], depth=4, branches=2)
-    together = outputs(make_engine("llama", drafter, eos=(2,)), prompts, each)
+    letters = TableTokenizer(VOCAB_SIZE, LETTERS)
+    together = outputs(make_engine("llama", drafter, eos=(2,), tokenizer=letters), prompts, each)
     for prompt, params, output in zip(prompts, each, together, strict=True):
-        [alone] = outputs(make_engine("llama", NoDrafter(), eos=(2,)), [prompt], params)
+        engine = make_engine("llama", NoDrafter(), eos=(2,), tokenizer=letters)
+        off_params = params.model_copy(update={"speculation": SpeculationParams(enabled=False)})
+        [alone] = outputs(engine, [prompt], off_params)
         assert alone.token_ids == output.token_ids, params
         assert alone.error is None
+    assert sum(together[i].speculation.accepted for i in STRUCTURES) > 0
 
 
 @pytest.mark.parametrize("temperature", [1e-8, 1e-5])
@@ -463,6 +487,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "many logprobs": ({"prompt_logprobs": 21}, r"prompt_logprobs: .*got 21"),
     "no time": ({"max_time": 0}, r"max_time: .*greater than 0"),
     "foreign word": ({"bad_words_ids": [[3, VOCAB_SIZE]]}, r"bad_words_ids from 0 to 63, got 64"),
+    "two grammars": (
+        {"regex": "a+", "choices": ["a"]},
+        r"regex and choices are given together, .*; set the others to null",
+    ),
+    "no choice": ({"choices": []}, r"choices: .*at least 1 item"),
+    "no JSON": ({"json_schema": "{type}"}, r"json_schema: expected JSON, which this text is not"),
+    "foreign tokenizer": ({"regex": "a+"}, r"regex: expected a tokenizer that llguidance can read"),
+    "endless": ({"regex": "a+", "ignore_eos": True}, r"regex: expected a token that ends the text"),
     "foreign bias": ({"sequence_bias": {(-1,): 1.0}}, r"sequence_bias from 0 to 63, got -1"),
 }
 

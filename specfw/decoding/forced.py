@@ -36,8 +36,8 @@ def guess_forced(
         builder to serve them with.
     """
     runs = [
-        builder.guess(int(root), sampling.forced(b)) if builder.limits[b].max_nodes else []
-        for b, root in enumerate(builder.roots)
+        builder.guess(int(root), sampling.forced(b, min(limit.max_nodes, limit.max_depth)))
+        for b, (root, limit) in enumerate(zip(builder.roots, builder.limits, strict=True))
     ]
     if not any(runs):
         return list(range(len(requests))), list(requests), builder

@@ -37,19 +37,28 @@ class GrammarError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
-    """Which tokens end a request's text, and which are no text at all."""
+class _Vocabulary:
+    """What tokens mean to one request."""
 
+    tokenizer: LLTokenizer
+    size: int
     ends: NDArray[np.int64]
+    """Tokens that end its text."""
     never: NDArray[np.int64]
-    vocab_size: int
+    """Tokens that are no text."""
+    has_gaps: bool
+    """Whether there is text that no tokens spell."""
+
+    def spells(self, text: bytes) -> bool:
+        """Whether tokens can spell a text."""
+        return not self.has_gaps or _spells(self.tokenizer, text)
 
 
 class Matcher:
     """Where one text is in its grammar."""
 
-    def __init__(self, inner: LLMatcher, tokens: _Ends) -> None:
-        self._inner, self._tokens = inner, tokens
+    def __init__(self, inner: LLMatcher, vocabulary: _Vocabulary) -> None:
+        self._inner, self._vocabulary = inner, vocabulary
         self._allowed: NDArray[np.bool_] | None = None
         self._failed = ""
         self.over = False
@@ -68,7 +77,7 @@ class Matcher:
         self._allowed = None
         if self.over or self.astray:
             return
-        if token in self._tokens.ends:
+        if token in self._vocabulary.ends:
             self.over = self._inner.is_accepting()
             self.astray = not self.over
         elif self._inner.validate_tokens([token]) != 1:
@@ -88,28 +97,15 @@ class Matcher:
             self._allowed = self._compute()
         return self._allowed
 
-    def forced(self) -> list[int]:
-        """The next tokens, as far as the grammar leaves no choice; an end that must come is the last."""
-        if self.over or self.astray or self._failed:
-            return []
-        ahead = self.fork()
-        run: list[int] = []
-        for token in self._inner.compute_ff_tokens():
-            if token >= self._tokens.vocab_size or token in self._tokens.ends:
-                return run
-            run.append(token)
-            ahead.advance(token)
-        if len(self._tokens.ends) == 1 and ahead._inner.is_stopped():
-            run += self._tokens.ends.tolist() if ahead._inner.is_accepting() else []
-        return run
-
     def _compute(self) -> NDArray[np.bool_]:
         accepting = self._inner.is_accepting()
+        if not self._vocabulary.spells(self._inner.compute_ff_bytes()):
+            raise GrammarError("no tokens of the target's vocabulary spell what must come")
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
-        bits = np.unpackbits(packed, bitorder="little", count=self._tokens.vocab_size)
+        bits = np.unpackbits(packed, bitorder="little", count=self._vocabulary.size)
         allowed = bits.astype(np.bool_)
-        allowed[self._tokens.never] = False
-        allowed[self._tokens.ends] = accepting
+        allowed[self._vocabulary.never] = False
+        allowed[self._vocabulary.ends] = accepting
         if self._failed or self._inner.stop_reason() in _TOO_COMPLEX:
             raise GrammarError(self._failed or _clause(self._inner.get_error()))
         if not allowed.any():
@@ -127,6 +123,7 @@ class Grammars:
     def __init__(self, info: TargetInfo) -> None:
         self._info = info
         self._tokenizer: LLTokenizer | None = None
+        self._has_gaps = False
         self._start = lru_cache(_REMEMBERED)(self._compile)
 
     def matcher(self, params: SamplingParams, stop_ids: Sequence[int]) -> Matcher | None:
@@ -146,15 +143,16 @@ class Grammars:
             )
         inner = self._start(name, value if isinstance(value, str) else json.dumps(value))
         assert self._tokenizer is not None
-        tokens = _Ends(
-            np.array(stop_ids, np.int64),
-            np.array(
-                [token for token in self._tokenizer.eos_tokens if token < self._info.vocab_size],
-                np.int64,
-            ),
-            self._info.vocab_size,
+        size = self._info.vocab_size
+        eos = [token for token in self._tokenizer.eos_tokens if token < size]
+        vocabulary = _Vocabulary(
+            self._tokenizer,
+            size,
+            ends=np.array(stop_ids, np.int64),
+            never=np.array(eos, np.int64),
+            has_gaps=self._has_gaps,
         )
-        matcher = Matcher(inner, tokens).fork()
+        matcher = Matcher(inner, vocabulary).fork()
         try:
             matcher.allowed()
         except GrammarError as error:
@@ -171,6 +169,7 @@ class Grammars:
             ) from None
         if self._tokenizer is None:
             self._tokenizer = _read_tokenizer(self._info, name)
+            self._has_gaps = not all(_spells(self._tokenizer, bytes([i])) for i in _UTF8_BYTES)
         limits = LLParserLimits(verbose_errors=False)
         try:
             inner = LLMatcher(self._tokenizer, _WRITERS[name](text), log_level=0, limits=limits)
@@ -197,6 +196,13 @@ def _refused(name: str, why: str) -> ConfigError:
 def _clause(message: str) -> str:
     """What went wrong, without the picture that llguidance may draw of it."""
     return " ".join(message.split("\n<state>")[0].split()).rstrip(".")
+
+
+_UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
+
+
+def _spells(tokenizer: LLTokenizer, text: bytes) -> bool:
+    return tokenizer.decode_bytes(tokenizer.tokenize_bytes(text)) == text
 
 
 def _read_tokenizer(info: TargetInfo, name: str) -> LLTokenizer:

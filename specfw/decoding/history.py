@@ -123,9 +123,18 @@ class History:
                 f"{len(self._tokens) + len(path)}, got a dead end ({error}); change the grammar"
             ) from None
 
-    def forced(self) -> list[int]:
-        """The next tokens, as far as the grammar leaves no choice."""
-        return [] if self._grammar is None else self._grammar.committed.forced()
+    def forced(self, most: int) -> list[int]:
+        """The next tokens, `most` at most, as far as the grammar leaves no choice."""
+        run: list[int] = []
+        try:
+            while len(run) < most:
+                allowed = self.allowed(run)
+                if allowed is None or np.count_nonzero(allowed) != 1:
+                    break
+                run.append(int(allowed.argmax()))
+        except RuleError:  # whoever draws there is told
+            pass
+        return run
 
     def process(self, scores: Tensor, path: Sequence[int]) -> Tensor:
         """What the logits processors make of one row: [V] -> [V].

@@ -177,9 +177,9 @@ class SamplingBatch:
             return scores
         return self._constrain(processed, request, paths, failures)  # whatever a processor brings
 
-    def forced(self, request: int) -> list[int]:
-        """The tokens that a request's grammar leaves no choice about, from its last token on."""
-        return self._history(request).forced() if self._constrained[request] else []
+    def forced(self, request: int, most: int) -> list[int]:
+        """The next tokens that a request's grammar leaves no choice about, `most` at most."""
+        return self._history(request).forced(most) if self._constrained[request] else []
 
     def laws(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
         """Probabilities of score rows [M, V] after temperature and filters.

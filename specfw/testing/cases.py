@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import accumulate, count
 from typing import Literal
 
@@ -18,6 +19,7 @@ from specfw.testing.table_model import LawKind, TableLM, TableTokenizer
 from specfw.types import SamplingParams
 
 __all__ = [
+    "CHOICES",
     "EOS",
     "MEMORY_CASES",
     "SETTINGS",
@@ -76,6 +78,12 @@ SETTINGS: Mapping[str, SamplingParams] = {
     ),
 }
 """The settings that a certification walks through; token 0 is the end of text, token 1 the letter b."""
+
+CHOICES = ("bb", "bbb", "cb", "cbb", "ccb")
+"""Texts that can be written with two tokens or more; some letters are forced, and no end within three is."""
+
+if find_spec("llguidance") is not None:
+    SETTINGS = {**SETTINGS, "grammar": SamplingParams(temperature=1.0, choices=CHOICES)}
 
 EOS = 0
 WATCHED = 7  # the seed of the request that is enumerated
@@ -151,6 +159,7 @@ def forbids(params: SamplingParams) -> bool:
         or params.bad_words_ids
         or params.suppress_tokens
         or params.begin_suppress_tokens
+        or params.structure
     )
 
 

@@ -72,7 +72,7 @@ def target_law(
         horizon: the request ends after this many tokens (or `params.max_new_tokens`, if fewer).
         params: the request's settings.
         eos_ids: tokens that end it unless `params.ignore_eos`.
-        text_of: the text of emitted tokens, needed for stop strings.
+        text_of: the text of emitted tokens, needed for stop strings and choices.
 
     Raises:
         NoToken: the settings leave no token after a prefix that can come about.
@@ -82,7 +82,8 @@ def target_law(
     law: dict[Emission, float] = defaultdict(float)
 
     def go_on(emitted: tuple[int, ...], weight: float) -> None:
-        step = next_token_law(model.law([*prompt, *emitted]), prompt, emitted, params, stop_ids)
+        own = model.law([*prompt, *emitted])
+        step = next_token_law(own, prompt, emitted, params, stop_ids, text_of)
         for token in np.flatnonzero(step).tolist():
             longer = (*emitted, token)
             if reason := _ends(prompt, longer, params, stop_ids, last, text_of):
@@ -100,8 +101,11 @@ def next_token_law(
     emitted: Sequence[int],
     params: SamplingParams,
     stop_ids: Iterable[int],
+    text_of: Callable[[Sequence[int]], str] | None = None,
 ) -> Vector:
     """The law of one token under the settings, in their documented order: [V] -> [V].
+
+    Of the structures that a text can have, only choices are known here; any finite one can be written so.
 
     Raises:
         NoToken: they leave none.
@@ -141,14 +145,34 @@ def next_token_law(
     logits[list(params.suppress_tokens)] = -np.inf
     if not emitted:
         logits[list(params.begin_suppress_tokens)] = -np.inf
+    allowed = np.full(len(logits), True)
+    if params.choices is not None:
+        assert text_of is not None
+        allowed = _continuing(params.choices, emitted, stop_ids, text_of, len(logits))
+    logits[~allowed] = -np.inf
     for processor in params.logits_processors:
         row = processor(torch.tensor([text]), torch.from_numpy(logits.copy())[None])
         logits = row[0].numpy()
+    logits[~allowed] = -np.inf
     if not np.isfinite(logits).any():
         raise NoToken(f"no token is left after {text}")
     if params.temperature == 0:
         return _one_hot(logits)
     return _filter(logits / params.temperature, params)
+
+
+def _continuing(
+    choices: Sequence[str],
+    emitted: Sequence[int],
+    stop_ids: Iterable[int],
+    text_of: Callable[[Sequence[int]], str],
+    size: int,
+) -> NDArray[np.bool_]:
+    """The tokens with which the text can still become one of some texts, or ends as one: bool [V]."""
+    longer = [text_of([*emitted, token]) for token in range(size)]
+    allowed = np.array([any(choice.startswith(text) for choice in choices) for text in longer])
+    allowed[list(stop_ids)] = text_of(emitted) in choices
+    return allowed
 
 
 def _would_complete(text: Sequence[int], ids: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from specfw.contracts import Drafter, DraftLimits, RequestView
 from specfw.decoding.builder import DraftBuilder
-from specfw.testing.cases import EOS, MEMORY_CASES, Case
+from specfw.testing.cases import CHOICES, EOS, MEMORY_CASES, Case, forbids
 from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
 from specfw.testing.table_model import LawKind
 from specfw.types import SamplingParams
@@ -126,6 +127,8 @@ def sampling_params(draw: st.DrawFn, vocab_size: int, horizon: int) -> SamplingP
         return draw(strategy) if draw(st.booleans()) else default
 
     penalty = st.sampled_from([-0.5, 0.3, 0.9])
+    installed = find_spec("llguidance") is not None
+    choices = often(None, st.just(CHOICES)) if installed and draw(st.booleans()) else None
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.3])),
         top_k=often(None, st.integers(1, vocab_size)),
@@ -135,11 +138,13 @@ def sampling_params(draw: st.DrawFn, vocab_size: int, horizon: int) -> SamplingP
         presence_penalty=often(0.0, penalty),
         frequency_penalty=often(0.0, penalty),
         logit_bias=often({}, st.just({vocab_size - 1: 0.7})),
+        choices=choices,
         max_new_tokens=horizon,
-        min_new_tokens=often(0, st.integers(1, horizon)),
+        # What a grammar has completed must be free to end.
+        min_new_tokens=often(0, st.integers(1, min(horizon, 3) if choices else horizon)),
         stop=often((), st.sampled_from([("ab",), ("ba", "b")])),
         stop_token_ids=often((), st.just((vocab_size - 1,))) if vocab_size > 2 else (),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and choices is None,
         include_stop=draw(st.booleans()),
     )
 
@@ -149,8 +154,8 @@ def cases(draw: st.DrawFn) -> Case:
     """Worlds for `certify`."""
     vocab_size, horizon = draw(st.sampled_from([(2, 3), (3, 2)]))
     params = draw(sampling_params(vocab_size, horizon))
-    # Zeros could leave no law where the end of text is forbidden.
-    kinds: list[LawKind] = ["dense"] if params.min_new_tokens else ["dense", "sparse", "one_hot"]
+    # Zeros could leave no law where tokens are forbidden.
+    kinds: list[LawKind] = ["dense"] if forbids(params) else ["dense", "sparse", "one_hot"]
     kind = draw(st.sampled_from(kinds))
     memory = draw(st.sampled_from(MEMORY_CASES))
     batch = 3 if memory == "preemption" else draw(st.sampled_from([1, 3]))

@@ -212,13 +212,14 @@ class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call
 
 
 class TableTokenizer:
-    """Token i is the letter at place i of the alphabet."""
+    """Token i is the letter at place i of the alphabet, or of the letters given."""
 
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012  (nobody writes it)
     eos_token_id: int | None = None
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, letters: str = "") -> None:
         self.vocab_size = vocab_size
+        self._letters = letters or "".join(chr(ord("a") + token) for token in range(vocab_size))
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -226,9 +227,15 @@ class TableTokenizer:
     @property
     def backend_tokenizer(self) -> Any:
         """The same as a tokenizer of the library tokenizers, for those who read its bytes."""
-        from tokenizers import Tokenizer, decoders, models
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        backend = Tokenizer(models.BPE(self.get_vocab(), []))
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        spelled = {
+            byte_level.pre_tokenize_str(letter)[0][0]: token
+            for letter, token in self.get_vocab().items()
+        }
+        backend = Tokenizer(models.BPE(spelled, []))
+        backend.pre_tokenizer = byte_level
         backend.decoder = decoders.ByteLevel()
         return backend
 
@@ -236,10 +243,10 @@ class TableTokenizer:
         return {self.convert_ids_to_tokens(token): token for token in range(self.vocab_size)}
 
     def convert_ids_to_tokens(self, ids: int) -> str:
-        return chr(ord("a") + ids)
+        return self._letters[ids]
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text]
+        return [self._letters.index(letter) for letter in text]
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
         return "".join(self.convert_ids_to_tokens(token) for token in token_ids)
