@@ -11,11 +11,15 @@ from rich.console import Console
 
 from specfw.cli.generate import print_stream
 from specfw.cli.options import (
+    Choices,
     ConfigFile,
     Drafter,
     Dtype,
+    Grammar,
+    JsonSchema,
     MinP,
     Overrides,
+    Regex,
     Schedulers,
     Seed,
     ShowAccepted,
@@ -26,6 +30,7 @@ from specfw.cli.options import (
     Verifier,
     given,
     read_config,
+    structure,
 )
 from specfw.errors import ConfigError, SpecfwError
 from specfw.types import Output
@@ -47,6 +52,10 @@ def command(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    choice: Choices = None,
     seed: Seed = None,
     show_accepted: ShowAccepted = False,
     target: Target = None,
@@ -67,6 +76,7 @@ def command(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        **structure(json_schema, regex, grammar, choice),
     )
     read = read_config(
         config,

@@ -11,12 +11,16 @@ from rich.text import Text
 
 from specfw.bench.prompts import load_prompts
 from specfw.cli.options import (
+    Choices,
     ConfigFile,
     Drafter,
     Dtype,
+    Grammar,
     JsonOutput,
+    JsonSchema,
     MinP,
     Overrides,
+    Regex,
     Schedulers,
     Seed,
     ShowAccepted,
@@ -29,6 +33,7 @@ from specfw.cli.options import (
     output_mapping,
     print_json,
     read_config,
+    structure,
 )
 from specfw.errors import ConfigError, SpecfwError
 from specfw.types import Output
@@ -60,6 +65,10 @@ def command(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    choice: Choices = None,
     stop: Annotated[list[str] | None, typer.Option(help="A stop string; may be repeated.")] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities, with this many alternatives.")
@@ -87,6 +96,7 @@ def command(
         stop=stop,
         logprobs=logprobs,
         seed=seed,
+        **structure(json_schema, regex, grammar, choice),
     )
     texts = _prompts(prompt, prompt_file)
     read = read_config(

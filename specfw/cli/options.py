@@ -16,12 +16,16 @@ from specfw.plugins import PluginManager
 from specfw.types import Output
 
 __all__ = [
+    "Choices",
     "ConfigFile",
     "Drafter",
     "Dtype",
+    "Grammar",
     "JsonOutput",
+    "JsonSchema",
     "MinP",
     "Overrides",
+    "Regex",
     "Schedulers",
     "Seed",
     "ShowAccepted",
@@ -35,6 +39,7 @@ __all__ = [
     "print_json",
     "read_config",
     "read_counts",
+    "structure",
 ]
 
 Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token.")]
@@ -42,6 +47,17 @@ TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely to
 TopP = Annotated[float | None, typer.Option(help="Sample from the smallest set of this mass.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the best one's.")]
 Seed = Annotated[int | None, typer.Option(help="The seed of all chance.")]
+JsonSchema = Annotated[
+    str | None, typer.Option(help="Text that follows a JSON schema, given as a file or as JSON.")
+]
+Regex = Annotated[str | None, typer.Option(help="Text that a regular expression matches.")]
+Grammar = Annotated[
+    str | None,
+    typer.Option(help="Text of a grammar in Lark's or llama.cpp's notation: a file, or as text."),
+]
+Choices = Annotated[
+    list[str] | None, typer.Option("--choice", help="One of these texts; to be repeated.")
+]
 ShowAccepted = Annotated[bool, typer.Option(help="Colour steps in which drafted tokens were kept.")]
 
 _PIPELINE = "Pipeline"
@@ -126,6 +142,34 @@ def read_counts(command: str, option: str, text: str, least: int = 1) -> list[in
             "write 1,2,4,8"
         )
     return counts
+
+
+def structure(
+    json_schema: str | None, regex: str | None, grammar: str | None, choices: list[str] | None
+) -> dict[str, Any]:
+    """The settings that keep the text within a language, of which files are read.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return given(
+        json_schema=_read_if_file("--json-schema", json_schema),
+        regex=regex,
+        grammar=_read_if_file("--grammar", grammar),
+        choices=choices,
+    )
+
+
+def _read_if_file(option: str, value: str | None) -> str | None:
+    try:
+        if value is None or not Path(value).is_file():
+            return value
+    except OSError:  # a text that is too long for a path
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: cannot read {value!r}: {error}") from None
 
 
 def output_mapping(output: Output) -> dict[str, Any]:
