@@ -165,6 +165,30 @@ def test_every_option_of_generate_reaches_the_pipeline(
     assert [(one["max_nodes"], one["max_depth"]) for one in config["scheduler"]] == [(3, 7), (7, 2)]
 
 
+def test_structured_output_is_asked_for_by_text_or_file(
+    specfw: Command, checkpoint: str, tmp_path: Path
+) -> None:
+    """A file's name that is taken for a grammar, or a long grammar that is taken for a name."""
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    text = json.dumps({"enum": [f"abc{n}" for n in range(999)]})
+    schema.write_text(text)
+    grammar.write_text('start: "ab" | "cd"')
+    common = ("generate", "--target", checkpoint, "--prompt", "abc", "--temperature", "1")
+    common = (*common, "--set", "sampling.max_new_tokens=99", "--seed", "3", "--json")
+    found = [specfw(*common, "--json-schema", form).json for form in (text, str(schema))]
+    assert found[0] == found[1]
+    assert json.loads(found[0]["text"]).startswith("abc")
+    assert specfw(*common, "--grammar", str(grammar)).json["text"] in ("ab", "cd")
+    assert specfw(*common, "--grammar", 'root ::= "x"').json["text"] == "x"
+    assert specfw(*common, "--regex", "a{4}").json["text"] == "aaaa"
+    assert specfw(*common, "--choice", "left", "--choice", "right").json["text"] in (
+        "left",
+        "right",
+    )
+    assert is_refusal(specfw(*common, "--regex", "a", "--choice", "b"))
+    assert is_refusal(specfw(*common, "--json-schema", "nowhere.json"))
+
+
 @pytest.mark.parametrize("how", ["--chat", "--raw", None])
 def test_prompts_go_through_the_template_unless_raw(
     specfw: Command, checkpoint: str, how: str | None

@@ -66,14 +66,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass(frozen=True)
 class Language:
     """A structure, the letters that texts are written in (the first one ends them), and its texts."""
@@ -412,6 +404,27 @@ def test_a_drafter_goes_on_behind_what_is_forced(plain: Pipeline, reads_ahead: b
     assert outputs[0].token_ids == plain.generate(["abc"], **asked)[0].token_ids
     assert drafter.asked[:2] == ([FORCED, ""] if reads_ahead else ["", drafter.asked[1]])
     assert (FORCED in drafter.asked) == reads_ahead
+
+
+class Guesser(Drafter):
+    """Guesses the same text always."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = [*ids_of(text), EOS, EOS]
+        self.kept: list[int] = []
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        self.kept += [len(builder.guess(int(root), self._tokens)) for root in builder.roots]
+
+
+def test_guesses_end_where_the_grammar_forbids_them() -> None:
+    """Rows of the target pass for tokens that cannot come."""
+    drafter = Guesser("abcabc")
+    with made_pipeline(
+        drafter, scheduler={"name": "fixed", "max_nodes": 9, "max_depth": 9}
+    ) as made:
+        made.generate([ids_of("x")] * 3, [SamplingParams(regex=one) for one in ("[abc]{4}", "[ab]+[ab]", ".*")], max_new_tokens=20)  # fmt: skip
+    assert drafter.kept[:3] == [4, 2, 7]  # the last one with the end of the text
 
 
 def test_B18_a_refused_draft_leaves_no_trace_in_a_grammar(plain: Pipeline) -> None:

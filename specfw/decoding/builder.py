@@ -6,7 +6,7 @@ a law, so losslessness does not depend on drafters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Literal
 
@@ -137,11 +137,7 @@ class DraftBuilder:
 
     def guessed_path(self, node: int) -> list[int] | None:
         """The tokens from below the root to `node`; None if one was drawn, which the host cannot know."""
-        path = []
-        while node not in self._roots:
-            path.append(int(self._guessed.reshape(-1)[node]))
-            node = self._parent_handle(node)
-        return None if -1 in path else path[::-1]
+        return self._guesses_between(self._roots, node)
 
     def request_of(self, nodes: Handles) -> NDArray[np.int64]:
         """Which request each node belongs to, [M]."""
@@ -180,7 +176,8 @@ class DraftBuilder:
     def guess(self, parent: int, tokens: Sequence[int]) -> list[int]:
         """Add a chain of guesses below `parent` (a handle): one handle a token, cut at the limits.
 
-        A guess that is there already is walked through, not doubled.
+        A guess that is there already is walked through, not doubled. Where the request's grammar
+        forbids a token, the chain is cut too, unless a drawn node is above, which the host cannot know.
 
         Raises:
             ContractError: a token id is outside the target's vocabulary.
@@ -190,7 +187,7 @@ class DraftBuilder:
             self._check_token(token)
             known = self._find_guess(parent, token)
             if known is None:
-                if self._room(parent) == 0:
+                if self._room(parent) == 0 or self._forbids(parent, token):
                     break
                 known = self._add(parent, Kind.POINT, -1)
                 self._guessed.reshape(-1)[known] = token
@@ -521,6 +518,22 @@ class DraftBuilder:
         self._qrow[request, node] = qrow if kind == Kind.DENSE else -1
         self._drafter[request, node] = self._drafter_index
         return request * self._capacity + node
+
+    def _forbids(self, parent: int, token: int) -> bool:
+        """Whether a grammar is known to forbid this token below `parent`."""
+        row = parent // self._capacity
+        if not self._sampling.constrains(row):
+            return False
+        path = self._guesses_between((row * self._capacity,), parent)
+        return path is not None and not self._sampling.allows(row, path, token)
+
+    def _guesses_between(self, roots: Iterable[int], node: int) -> list[int] | None:
+        """The tokens from below one of `roots` to `node`; None if one was drawn."""
+        path, above = [], set(roots)
+        while node not in above:
+            path.append(int(self._guessed.reshape(-1)[node]))
+            node = self._parent_handle(node)
+        return None if -1 in path else path[::-1]
 
     def _find_guess(self, parent: int, token: int) -> int | None:
         request, above = divmod(parent, self._capacity)

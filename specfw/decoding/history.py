@@ -123,6 +123,14 @@ class History:
                 f"{len(self._tokens) + len(path)}, got a dead end ({error}); change the grammar"
             ) from None
 
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether the grammar lets a token follow `path`; nothing follows the end of the text."""
+        try:
+            allowed = self.allowed(path)
+        except RuleError:
+            return False
+        return allowed is not None and bool(allowed[token])
+
     def forced(self, most: int) -> list[int]:
         """The next tokens, `most` at most, as far as the grammar leaves no choice."""
         run: list[int] = []

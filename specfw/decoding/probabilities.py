@@ -177,9 +177,17 @@ class SamplingBatch:
             return scores
         return self._constrain(processed, request, paths, failures)  # whatever a processor brings
 
+    def constrains(self, request: int) -> bool:
+        """Whether a request has a grammar."""
+        return bool(self._constrained[request])
+
+    def allows(self, request: int, path: Sequence[int], token: int) -> bool:
+        """Whether a request's grammar lets a token follow a drafted path."""
+        return self._history(request).allows(path, token)
+
     def forced(self, request: int, most: int) -> list[int]:
         """The next tokens that a request's grammar leaves no choice about, `most` at most."""
-        return self._history(request).forced(most) if self._constrained[request] else []
+        return self._history(request).forced(most) if self.constrains(request) else []
 
     def laws(self, scores: Tensor, request: NDArray[np.int64]) -> Tensor:
         """Probabilities of score rows [M, V] after temperature and filters.
