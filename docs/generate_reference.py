@@ -326,6 +326,10 @@ _UNTOLD: Mapping[str, Mapping[str, str]] = {
         "forced_eos_token_id": "One or more token ids of which one comes last, at `max_new_tokens`.",
         "exponential_decay_length_penalty": "A length, and the factor by which what ends the text "
         "grows more likely with each token beyond it.",
+        "json_schema": "The text is JSON that this schema accepts; may be given as JSON text.",
+        "regex": "The whole text is matched by this expression.",
+        "grammar": "The text follows this grammar, in Lark's or llama.cpp's notation.",
+        "choices": "The text is one of these.",
         "seed": "Names all chance of the request; null draws one, which the output reports.",
         "stop": "One string or several that end the text.",
         "stop_token_ids": "Token ids that end the text.",

@@ -592,6 +592,17 @@ def test_a_model_class_and_text_are_schemas_too(plain: Pipeline) -> None:
     assert SamplingParams(**params.model_dump(mode="json")) == params
 
 
+def test_a_schema_can_ask_for_its_own_spacing(plain: Pipeline) -> None:
+    """A default that cannot be undone."""
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    [usual] = plain.generate(["abc"], json_schema=schema)
+    assert usual.text == "[1, 1]"
+    own = schema | {"x-guidance": {"item_separator": ","}}
+    [narrow] = plain.generate(["abc"], json_schema=own)
+    assert json.loads(narrow.text) == [1, 1]
+    assert narrow.text != usual.text
+
+
 def test_streamed_text_is_the_text(plain: Pipeline) -> None:
     """Pieces that miss what was forced."""
     pieces = list(plain.stream(["abc"], json_schema=PLACE, temperature=1.0, seed=5, max_new_tokens=40))  # fmt: skip

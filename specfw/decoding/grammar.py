@@ -49,10 +49,6 @@ class _Vocabulary:
     has_gaps: bool
     """Whether there is text that no tokens spell."""
 
-    def spells(self, text: bytes) -> bool:
-        """Whether tokens can spell a text."""
-        return not self.has_gaps or _spells(self.tokenizer, text)
-
 
 class Matcher:
     """Where one text is in its grammar."""
@@ -80,7 +76,7 @@ class Matcher:
         if token in self._vocabulary.ends:
             self.over = self._inner.is_accepting()
             self.astray = not self.over
-        elif self._inner.validate_tokens([token]) != 1:
+        elif token in self._vocabulary.never or self._inner.validate_tokens([token]) != 1:
             self.astray = True
         elif not self._inner.consume_token(token):
             self._failed = _clause(self._inner.get_error())
@@ -98,16 +94,19 @@ class Matcher:
         return self._allowed
 
     def _compute(self) -> NDArray[np.bool_]:
-        accepting = self._inner.is_accepting()
-        if not self._vocabulary.spells(self._inner.compute_ff_bytes()):
+        known = self._vocabulary
+        if self._failed:
+            raise GrammarError(self._failed)
+        if known.has_gaps and not _spells(known.tokenizer, self._inner.compute_ff_bytes()):
             raise GrammarError("no tokens of the target's vocabulary spell what must come")
+        accepting = self._inner.is_accepting()
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
-        bits = np.unpackbits(packed, bitorder="little", count=self._vocabulary.size)
+        bits = np.unpackbits(packed, bitorder="little", count=known.size)
         allowed = bits.astype(np.bool_)
-        allowed[self._vocabulary.never] = False
-        allowed[self._vocabulary.ends] = accepting
-        if self._failed or self._inner.stop_reason() in _TOO_COMPLEX:
-            raise GrammarError(self._failed or _clause(self._inner.get_error()))
+        allowed[known.never] = False
+        allowed[known.ends] = accepting
+        if self._inner.stop_reason() in _TOO_COMPLEX:
+            raise GrammarError(_clause(self._inner.get_error()))
         if not allowed.any():
             raise GrammarError("no token of the target's vocabulary continues the text")
         return allowed
@@ -136,19 +135,20 @@ class Grammars:
         if params.structure is None:
             return None
         name, value = params.structure
-        if not stop_ids:
+        size = self._info.vocab_size
+        ends = [token for token in stop_ids if token < size]
+        if not ends:
             raise ConfigError(
                 f"{name}: expected a token that ends the text where it is complete, got none; "
                 "leave out ignore_eos, or give stop_token_ids"
             )
         inner = self._start(name, value if isinstance(value, str) else json.dumps(value))
         assert self._tokenizer is not None
-        size = self._info.vocab_size
         eos = [token for token in self._tokenizer.eos_tokens if token < size]
         vocabulary = _Vocabulary(
             self._tokenizer,
             size,
-            ends=np.array(stop_ids, np.int64),
+            ends=np.array(ends, np.int64),
             never=np.array(eos, np.int64),
             has_gaps=self._has_gaps,
         )

@@ -268,8 +268,9 @@ class Engine:
             served, views, below = guess_forced(
                 requests, builder, sampling, self.drafter.reads_ahead
             )
-            # What was drawn before a failure stays: dropping it could depend on what was drawn.
-            self._guard(self.drafter.propose, [requests[b] for b in served], views, below)
+            if served:
+                # What was drawn before a failure stays: dropping it could depend on what was drawn.
+                self._guard(self.drafter.propose, [requests[b] for b in served], views, below)
         return builder.build(), builder, sampling
 
     def _may_draw(self, q: Tensor) -> Tensor | None:

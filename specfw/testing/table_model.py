@@ -246,7 +246,7 @@ class TableTokenizer:
         return self._letters[ids]
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
-        return [self._letters.index(letter) for letter in text]
+        return [self._letters.find(letter) for letter in text]  # -1, which is no token, elsewhere
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
         return "".join(self.convert_ids_to_tokens(token) for token in token_ids)
