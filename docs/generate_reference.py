@@ -56,7 +56,7 @@ _CONTRACT_MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "specfw.costs",
         ("StepCosts", "CostCurve"),
     ),
-    "How acceptance is estimated": ("specfw.acceptance", ("AcceptanceByDepth",)),
+    "How acceptance is estimated": ("specfw.acceptance", ("Acceptance", "AcceptanceByRequest")),
     "When to try again": ("specfw.probing", ("Probe",)),
     "Where chance comes from": ("specfw.decoding.random", ("RandomSource", "Site", "Purpose")),
 }

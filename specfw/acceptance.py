@@ -1,65 +1,173 @@
-"""How likely a draft token is kept, by depth, from tested tokens only.
+"""How likely a draft token is kept, by depth and by rank among its siblings, from tested tokens only.
 
-A token below a refused one was never tested, so counting it as refused would make drafters look worse
-the more they draft. Old evidence fades; a depth without evidence is taken to be like the one above it.
+A token below a refused one was never tested, nor was a sibling after a kept one, so counting these as
+refused would make drafters look worse the more they draft. Old evidence fades; a depth without evidence
+is taken to be like the one above it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from copy import copy
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from weakref import WeakKeyDictionary
 
-__all__ = ["AcceptanceByDepth"]
+import numpy as np
+
+from specfw.contracts import DraftLimits, Feedback, RequestView
+from specfw.shapes import Shape, best_shapes
+
+__all__ = ["Acceptance", "AcceptanceByRequest"]
+
+_LATER_SIBLING = 0.5
+"""A sibling's chance to be kept, as a share of the earlier one's, before there is evidence."""
+_FRESH = 4
+"""Steps with evidence after which shapes are worked out anew."""
 
 
-class AcceptanceByDepth:
-    """Running estimates of P(kept | tested) at depths 1, 2, ...; each drafted step counts once."""
+class _Place:
+    """Evidence for one depth and rank."""
+
+    __slots__ = ("kept", "tested")
+
+    def __init__(self) -> None:
+        self.tested = self.kept = 0.0
+
+
+class Acceptance:
+    """Running estimates of P(kept | tested) at depths 1, 2, ... and ranks 0, 1, ...; each drafted step counts once."""
 
     def __init__(self, prior: float = 0.8, memory: float = 32.0, doubt: float = 1.0) -> None:
         """Start without evidence.
 
         Args:
-            prior: the estimate before any evidence.
+            prior: the estimate before any evidence, of the first sibling.
             memory: drafted steps after which evidence counts 1/e.
             doubt: tests that the estimate of the depth above weighs.
         """
         self._prior, self._doubt = prior, doubt
         self._keeps = 1 - 1 / memory
-        self._tested: list[float] = []
-        self._kept: list[float] = []
+        self._places: list[list[_Place]] = []
+        """By depth, as many as there were ever siblings."""
         self.steps = 0
         """Steps in which something was tested."""
+        self._shapes: dict[tuple[int, int, int], tuple[int, list[Shape]]] = {}
 
-    def add(self, tested: int, kept: int) -> None:
-        """A step in which depths 1 .. `tested` were tested, and 1 .. `kept` kept; `tested` 0 is no evidence."""
+    def add(
+        self, tested: int, kept: int, ranks: Sequence[int] = (), siblings: Sequence[int] = ()
+    ) -> None:
+        """A step in which depths 1 .. `tested` were tested, and 1 .. `kept` kept; `tested` 0 is no evidence.
+
+        Args:
+            tested, kept: numbers of depths.
+            ranks: ranks of the kept nodes; 0 each unless given.
+            siblings: nodes at each tested depth that could be kept; 1 each unless given.
+        """
         if not tested:
             return
         self.steps += 1
-        missing = tested - len(self._tested)
-        self._tested += [0.0] * missing
-        self._kept += [0.0] * missing
-        for depth in range(len(self._tested)):
-            self._tested[depth] = self._keeps * self._tested[depth] + (depth < tested)
-            self._kept[depth] = self._keeps * self._kept[depth] + (depth < kept)
+        for place in (place for depth in self._places for place in depth):
+            place.tested *= self._keeps
+            place.kept *= self._keeps
+        for depth in range(tested):
+            last = ranks[depth] if ranks and depth < kept else 0
+            count = siblings[depth] if siblings else 1
+            row = self._row(depth, count)
+            for rank in range(last + 1 if depth < kept else count):
+                row[rank].tested += 1
+            row[last].kept += depth < kept
 
-    def copy(self) -> AcceptanceByDepth:
+    def _row(self, depth: int, siblings: int) -> list[_Place]:
+        while len(self._places) <= depth:
+            self._places.append([])
+        row = self._places[depth]
+        row += [_Place() for _ in range(siblings - len(row))]
+        return row
+
+    def copy(self) -> Acceptance:
         """The same evidence, to go its own way from here."""
-        other = copy(self)
-        other._tested, other._kept = [*self._tested], [*self._kept]
-        return other
+        return deepcopy(self)
 
     def rates(self) -> Iterator[float]:
-        """The estimates at depths 1, 2, ... without end."""
-        rate = self._prior
-        for tested, kept in zip(self._tested, self._kept, strict=True):
-            rate = (kept + self._doubt * rate) / (tested + self._doubt)
-            yield rate
-        while True:
-            yield rate
+        """The estimates for first siblings at depths 1, 2, ... without end."""
+        return (rates[0] for rates in self._all_rates(1))
 
     def reaches(self) -> Iterator[float]:
-        """The chance that a draft token at depths 1, 2, ... is kept: the product of the rates down to it."""
+        """The chance that a chain is kept down to depths 1, 2, ...: the product of the rates."""
         reach = 1.0
         for rate in self.rates():
             reach *= rate
             yield reach
+
+    def shares(self, depth: int, width: int) -> list[list[float]]:
+        """The chance that of the siblings at a depth the one of each rank is kept, [depth, width].
+
+        It is 0 for ranks that a tested depth never had: the drafter does not draft so wide there.
+        """
+        table = []
+        for _, rates in zip(range(depth), self._all_rates(width), strict=False):
+            left, row = 1.0, []
+            for rate in rates:
+                row.append(left * rate)
+                left *= 1 - rate
+            table.append(row)
+        return table
+
+    def shapes(self, limits: DraftLimits) -> list[Shape]:
+        """The best trees within limits, by number of nodes; worked out anew after some evidence only."""
+        key = limits.max_nodes, limits.max_depth, limits.max_width
+        known = self._shapes.get(key)
+        if known is None or self.steps - known[0] >= min(_FRESH, max(1, known[0])):
+            table = self.shares(limits.max_depth, limits.max_width)
+            known = self._shapes[key] = self.steps, best_shapes(np.array(table), limits.max_nodes)
+        return known[1]
+
+    def _all_rates(self, width: int) -> Iterator[list[float]]:
+        """The estimates at depths 1, 2, ... without end, by rank."""
+        above = [self._prior * _LATER_SIBLING**rank for rank in range(width)]
+        for row in self._places:
+            above = [
+                (row[rank].kept + self._doubt * rate) / (row[rank].tested + self._doubt)
+                if rank < len(row)
+                else 0.0
+                for rank, rate in enumerate(above)
+            ]
+            yield above
+        while True:
+            yield above
+
+
+class AcceptanceByRequest:
+    """What is known of each request, and of all together; what is known of one ends with it."""
+
+    def __init__(self, memory: float, carry_over: bool) -> None:
+        """Start without evidence.
+
+        Args:
+            memory: drafted steps after which evidence counts 1/e.
+            carry_over: whether a new request is taken to be like all others so far.
+        """
+        self._memory, self._carry_over = memory, carry_over
+        self.all = Acceptance(memory=memory)
+        """Of all requests so far."""
+        self._known: WeakKeyDictionary[RequestView, Acceptance] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, request: RequestView) -> Acceptance:
+        """What is known of one request."""
+        if request not in self._known:
+            self._known[request] = (
+                self.all.copy() if self._carry_over else Acceptance(memory=self._memory)
+            )
+        return self._known[request]
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn what was tested and kept."""
+        for place, (request, tested) in enumerate(
+            zip(feedback.requests, feedback.tested, strict=False)
+        ):
+            ranks = feedback.ranks[place] if feedback.ranks else ()
+            siblings = feedback.siblings[place] if feedback.siblings else ()
+            for one in (self.of(request), self.all):
+                one.add(tested, len(feedback.kept[place]), ranks, siblings)

@@ -171,6 +171,10 @@ class Feedback:
     """Per request, if the step had any: its extra rows (`DraftBuilder.extra`), with `top_k` tokens, at least one."""
     tested: Sequence[int] = ()
     """Depths per request at which a draft token was tested; all but the last of them, or all, were kept."""
+    ranks: Sequence[Sequence[int]] = ()
+    """Per request and kept node, its rank among its siblings."""
+    siblings: Sequence[Sequence[int]] = ()
+    """Per request and tested depth, the siblings that were there; those after a kept one were not tested."""
     rows: int = 0
     """Rows of this target pass: drafts, extra rows and prefill chunks included."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -21,6 +21,8 @@ __all__ = ["CostCurve", "StepCosts", "best_depth", "expected_tokens", "read_prof
 
 _RECENT = 32
 """Measurements that count, for each bucket."""
+_KNOWN = 3
+"""Measurements that tell what a step takes."""
 _EXACT = 16
 """Up to this many rows, each count has a bucket of its own."""
 _BUCKETS_PER_DOUBLING = 4
@@ -37,18 +39,31 @@ class CostCurve:
     def __init__(self, seed: Mapping[int, float] | None = None) -> None:
         """Start with known seconds by count, each of which counts as one measurement."""
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
-        self._curve: tuple[list[float], list[float]] | None = None
+        self._middles: dict[int, tuple[float, float]] = {}
+        """Mean count and median seconds of each bucket."""
+        self._changed: set[int] = set()
+        self._curve: tuple[list[float], list[float]] = [], []
         for count, seconds in (seed or {}).items():
             self.add(count, seconds)
 
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
-        self._buckets.setdefault(_bucket(count), deque(maxlen=_RECENT)).append((count, seconds))
-        self._curve = None
+        bucket = _bucket(count)
+        self._buckets.setdefault(bucket, deque(maxlen=_RECENT)).append((count, seconds))
+        self._changed.add(bucket)
 
     def measurements(self, count: int) -> int:
         """How often a count was measured that is not told apart from this one."""
         return len(self._buckets.get(_bucket(count), ()))
+
+    def measurements_near(self, count: int) -> int:
+        """How often counts were measured that are at most a third away from this one."""
+        near = [
+            bucket
+            for bucket, measured in self._buckets.items()
+            if 3 * abs(measured[-1][0] - count) <= count
+        ]
+        return sum(len(self._buckets[bucket]) for bucket in near)
 
     def __call__(self, count: float) -> float:
         """Seconds for a count; 0 before any measurement."""
@@ -70,16 +85,15 @@ class CostCurve:
         return dict(zip(*self._points(), strict=True))
 
     def _points(self) -> tuple[list[float], list[float]]:
-        if self._curve is None:
-            measured = sorted(
-                (fmean(n for n, _ in bucket), median(s for _, s in bucket), len(bucket))
-                for bucket in self._buckets.values()
-            )
-            weights = [float(weight) for *_, weight in measured]
-            self._curve = (
-                [count for count, *_ in measured],
-                _rising([seconds for _, seconds, _ in measured], weights),
-            )
+        if self._changed:
+            for bucket in self._changed:
+                counts, seconds = zip(*self._buckets[bucket], strict=True)
+                self._middles[bucket] = fmean(counts), median(seconds)
+            self._changed.clear()
+            weights = [float(len(self._buckets[bucket])) for bucket in sorted(self._middles)]
+            middles = [self._middles[bucket] for bucket in sorted(self._middles)]
+            rising = _rising([seconds for _, seconds in middles], weights)
+            self._curve = [count for count, _ in middles], rising
         return self._curve
 
 
@@ -114,9 +128,17 @@ class StepCosts:
         self.target = CostCurve(target)
         self.drafting = CostCurve({0: 0.0})
 
+    def knows(self, rows: int) -> bool:
+        """Whether steps of so many rows were timed often enough for others to be compared with them."""
+        return self.target.measurements_near(rows) >= _KNOWN
+
     def observe(self, feedback: Feedback) -> None:
-        """Learn from a step's phases; a step without them teaches nothing."""
-        if not feedback.seconds or not feedback.rows:
+        """Learn from a step's phases.
+
+        A step without them teaches nothing, nor does one that reads prompts: its rows have other prices.
+        """
+        reads = feedback.rows > len(feedback.requests) + sum(feedback.drafted)
+        if not feedback.seconds or not feedback.rows or reads:
             return
         draft = feedback.seconds.get("draft", 0.0)
         self.target.add(feedback.rows, sum(feedback.seconds.values()) - draft)

@@ -64,11 +64,11 @@ VERIFIERS = one_of_installed(
 SCHEDULERS = one_of_installed(
     "scheduler",
     {"name": "fixed", "max_nodes": 3, "max_depth": 2, "max_width": 2},
-    {"name": "adaptive-k", "start": 1, "max_depth": 2, "warmup": 1, "width": 2, "memory": 2.0},
-    {"name": "adaptive-k", "start": 2, "max_depth": 2, "warmup": 0, "carry_over": True},
+    {"name": "adaptive-k", "start": 1, "max_nodes": 3, "warmup": 1, "max_width": 2, "memory": 2.0},
+    {"name": "adaptive-k", "start": 2, "max_nodes": 3, "warmup": 0, "carry_over": True},
     {"name": "confidence", "measure": "top", "threshold": 0.5, "rate": 0.3},
     {"name": "confidence", "threshold": 0.6, "rate": 0.2},
-    {"name": "goodput", "max_depth": 2, "warmup": 2, "memory": 2.0},
+    {"name": "goodput", "max_nodes": 3, "max_width": 2, "warmup": 2, "memory": 2.0},
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specfw.acceptance import AcceptanceByDepth
+from specfw.acceptance import Acceptance
 from specfw.contracts import DraftLimits, Feedback, Scheduler, SchedulerView
 from specfw.costs import (
     CostCurve,
@@ -27,6 +27,7 @@ from specfw.errors import ConfigError
 from specfw.probing import Probe
 from specfw.testing.cases import SETTINGS, Case, build_engine
 from specfw.testing.drafters import TableDrafter
+from specfw.testing.simulation import SimulatedRequest
 
 
 def test_expected_tokens_of_four() -> None:
@@ -101,12 +102,28 @@ def test_step_costs_part_the_phases() -> None:
     costs = StepCosts()
     assert costs(1, 0) == costs(9, 4) == 1.0  # nothing is known
     seconds = {"plan": 0.1, "draft": 4.0, "forward": 0.8, "commit": 0.1}
-    costs.observe(Feedback([], [], [], [2, 4], rows=8, seconds=seconds))
+    requests = [SimulatedRequest(0), SimulatedRequest(1)]
+    costs.observe(Feedback(requests, [], [], [2, 4], rows=8, seconds=seconds))
     assert costs.target(8) == pytest.approx(1.0)
     assert costs.drafting(4) == pytest.approx(4.0)
     assert costs.drafting(2) == pytest.approx(2.0)
     costs.observe(Feedback([], [], [], [3]))  # no times, nothing learned
     assert costs.drafting(4) == pytest.approx(4.0)
+    costs.observe(Feedback(requests, [], [], [0, 0], rows=40, seconds={"forward": 9.0}))  # a prompt
+    assert costs.target(40) == pytest.approx(1.0)
+
+
+def test_what_a_step_takes_is_known_from_its_neighbours() -> None:
+    """Requests that end one after the other would each time have plain steps timed anew."""
+    costs = StepCosts()
+    requests = [SimulatedRequest(i) for i in range(12)]
+    for _ in range(3):
+        assert not costs.knows(12)
+        costs.observe(Feedback(requests, [], [], [0] * 12, rows=12, seconds={"forward": 1.0}))
+    assert costs.knows(12)
+    assert costs.knows(10)
+    assert not costs.knows(8)
+    assert not costs.knows(1)
 
 
 class Watcher(Scheduler):
@@ -159,7 +176,7 @@ def test_the_engine_tells_what_a_step_took() -> None:
 
 def test_acceptance_counts_tested_tokens_only() -> None:
     """With a = 0.5 at each depth, kept over drafted would be 0.25 at depth 2, whose true rate is 0.5."""
-    acceptance = AcceptanceByDepth(memory=1e6, doubt=1e-6)
+    acceptance = Acceptance(memory=1e6, doubt=1e-6)
     for tested, kept in [(1, 0), (1, 0), (2, 1), (2, 2)] * 50:
         acceptance.add(tested, kept)
     assert list(islice(acceptance.rates(), 2)) == pytest.approx([0.5, 0.5], abs=1e-3)
@@ -168,7 +185,7 @@ def test_acceptance_counts_tested_tokens_only() -> None:
 
 def test_acceptance_is_extended_and_forgets() -> None:
     """Untested depths are like the last tested one; old evidence fades; copies go their own way."""
-    acceptance = AcceptanceByDepth(prior=0.8, memory=8)
+    acceptance = Acceptance(prior=0.8, memory=8)
     assert list(islice(acceptance.rates(), 3)) == [0.8, 0.8, 0.8]
     for _ in range(100):
         acceptance.add(1, 0)

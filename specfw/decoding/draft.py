@@ -6,6 +6,7 @@ values; the tokens may live on the device only. So a step needs no synchronisati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -138,6 +139,11 @@ class Draft:
     def path(self, request: int, node: int) -> list[int]:
         """Nodes from the root (left out) to `node` of one request."""
         return [int(i) for i in self.paths[request, node] if i >= 0]
+
+    def child_counts(self, request: int, nodes: Sequence[int]) -> list[int]:
+        """How many children each of one request's `nodes` has."""
+        parent = self.parent[request]
+        return [int(np.count_nonzero(parent == node)) for node in nodes]
 
     def mean_depth(self, stop: Tensor) -> Tensor:
         """Expected draft tokens kept, float [B], if the walk ends at each node with chance `stop` [B, N]."""

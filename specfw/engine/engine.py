@@ -405,6 +405,8 @@ class Engine:
             ranked=[round.ranked[0] for _, round in told] if self.drafter.requires.top_k else (),
             extra=[round.ranked[1] for _, round in told] if any(builder.extras) else (),
             tested=[round.tested for _, round in told],
+            ranks=[draft.rank[b, round.kept].tolist() for b, round in told],
+            siblings=[draft.child_counts(b, [0, *round.kept][: round.tested]) for b, round in told],
             rows=_rows_scored(plan, rounds),
             seconds=dict(seconds),
         )

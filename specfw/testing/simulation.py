@@ -25,7 +25,11 @@ class SimulatedRequest(RequestView):
 
 @dataclass
 class World:
-    """What drafts cost and how they fare; requests draft chains as deep as the scheduler lets them."""
+    """What drafts cost and how they fare.
+
+    Requests draft as deep as the scheduler lets them: a chain of first siblings, each with as many
+    siblings beside it as there are chances for.
+    """
 
     acceptance: Callable[[int], float]
     """The chance that a draft token at a depth from 1 is kept, if it is tested."""
@@ -33,6 +37,8 @@ class World:
     """Seconds of a target pass by rows."""
     drafting: Callable[[int], float] = lambda nodes: 0.0
     """Seconds of drafting by the most nodes of one request, from 1."""
+    siblings: Sequence[float] = ()
+    """The chance that each later sibling is kept, if it is tested; nothing is drafted below these."""
     cap: DraftLimits = field(default_factory=lambda: DraftLimits(64, 64, 8))
     seed: int = 0
     seconds: float = 0.0
@@ -40,7 +46,9 @@ class World:
     emitted: int = 0
     """Tokens so far."""
     depths: list[list[int]] = field(default_factory=list)
-    """What every request was allowed, step by step."""
+    """How deep every request drafted, step by step."""
+    nodes: list[list[int]] = field(default_factory=list)
+    """How many nodes."""
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -49,12 +57,20 @@ class World:
         """One round for all requests."""
         caps = [self.cap] * len(requests)
         limits = scheduler.plan(SchedulerView(requests, caps, len(requests)))
-        depths = [min(limit.max_nodes, limit.max_depth) for limit in limits]
-        kept = [self._kept(depth) for depth in depths]
-        rows, most = len(requests) + sum(depths), max(depths, default=0)
+        drafts = [self._draft(limit) for limit in limits]
+        walks = [self._walk(draft) for draft in drafts]
+        depths, nodes = [len(draft) for draft in drafts], [sum(draft) for draft in drafts]
+        kept = [len(ranks) for ranks in walks]
+        # After a later sibling there is nothing left to test.
+        tested = [
+            count if any(ranks) else min(count + 1, depth)
+            for ranks, count, depth in zip(walks, kept, depths, strict=True)
+        ]
+        rows, most = len(requests) + sum(nodes), max(nodes, default=0)
         draft = self.drafting(most) if most else 0.0
         target = self.target(rows)
         self.depths.append(depths)
+        self.nodes.append(nodes)
         self.seconds += draft + target
         self.emitted += sum(kept) + len(requests)
         scheduler.observe(
@@ -62,8 +78,10 @@ class World:
                 requests,
                 emitted=[[0] * (count + 1) for count in kept],
                 kept=[list(range(count)) for count in kept],
-                drafted=depths,
-                tested=[min(count + 1, d) for count, d in zip(kept, depths, strict=True)],
+                drafted=nodes,
+                tested=tested,
+                ranks=walks,
+                siblings=[d[:count] for d, count in zip(drafts, tested, strict=True)],
                 rows=rows,
                 seconds={"draft": draft, "forward": target},
             )
@@ -80,8 +98,25 @@ class World:
         """The seconds of as many tokens without drafts."""
         return self.target(requests) * tokens / requests
 
-    def _kept(self, depth: int) -> int:
-        for place in range(depth):
-            if self._random.random() >= self.acceptance(place + 1):
-                return place
-        return depth
+    def _draft(self, limit: DraftLimits) -> list[int]:
+        """Siblings at each depth."""
+        wide = min(1 + len(self.siblings), limit.max_width)
+        left = limit.max_nodes
+        drafted: list[int] = []
+        while left and wide and len(drafted) < limit.max_depth:
+            drafted.append(min(wide, left))
+            left -= drafted[-1]
+        return drafted
+
+    def _walk(self, draft: Sequence[int]) -> list[int]:
+        """Ranks of the kept nodes; nothing was drafted below a later sibling."""
+        ranks = []
+        for place, siblings in enumerate(draft):
+            chances = [self.acceptance(place + 1), *self.siblings][:siblings]
+            rank = next((r for r, c in enumerate(chances) if self._random.random() < c), None)
+            if rank is None:
+                break
+            ranks.append(rank)
+            if rank:
+                break
+        return ranks

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from specfw_plugin_adaptive_k import AdaptiveKOptions, AdaptiveKScheduler
@@ -23,7 +26,7 @@ from specfw.testing.conformance import SchedulerConformance
 from specfw.testing.drafters import TableDrafter
 from specfw.testing.simulation import SimulatedRequest, World
 
-QUICK = AdaptiveKOptions(start=2, max_depth=3, warmup=1, width=2, memory=2)
+QUICK = AdaptiveKOptions(start=2, max_nodes=4, max_depth=3, warmup=1, max_width=2, memory=2)
 
 CASES = [
     Case(SETTINGS["temperature"], vocab_size=2, horizon=4),
@@ -92,7 +95,7 @@ def test_what_is_known_of_a_request_ends_with_it() -> None:
     scheduler = AdaptiveKScheduler()
     depths_of(World(lambda depth: 0.5), scheduler)
     gc.collect()
-    assert not scheduler._known
+    assert not len(scheduler._acceptance)
 
 
 def test_caps_win() -> None:
@@ -113,7 +116,7 @@ def test_close_to_the_best_fixed_depth(acceptance: float, draft_cost: float) -> 
     best = best_depth(acceptance, draft_cost, rising, range(9))
     fixed = World(lambda depth: acceptance, rising, lambda nodes: draft_cost * nodes)
     constant = AdaptiveKScheduler(
-        AdaptiveKOptions(min_depth=best, start=best, max_depth=max(best, 1))
+        AdaptiveKOptions(min_depth=best, start=best, max_depth=max(best, 1), max_width=1)
     )
     assert seconds < 1.05 * fixed.run(constant, [SimulatedRequest()], 3000)
 
@@ -147,9 +150,9 @@ def test_requests_are_told_apart() -> None:
     requests = [SimulatedRequest(0), SimulatedRequest(1)]
 
     class Half(World):
-        def _kept(self, depth: int) -> int:
+        def _walk(self, draft: Sequence[int]) -> list[int]:
             self.turn = 1 - getattr(self, "turn", 1)
-            return depth if self.turn == 0 else 0
+            return [0] * len(draft) if self.turn == 0 else []
 
     world = Half(lambda depth: 1.0, rising, lambda nodes: 0.1 * nodes)
     for _ in range(60):
@@ -175,5 +178,56 @@ def test_a_profile_tells_costs_beforehand(tmp_path: Path) -> None:
 
 def test_bounds_must_agree() -> None:
     """A start outside the bounds would be left at once."""
-    with pytest.raises(ConfigError, match="start=9"):
-        PluginManager().create("scheduler", "adaptive-k", {"start": 9})
+    with pytest.raises(ConfigError, match="start=17"):
+        PluginManager().create("scheduler", "adaptive-k", {"start": 17})
+
+
+def test_siblings_are_drafted_where_they_are_kept() -> None:
+    """A drafter whose second guess is often right where the first is not: chains alone would lose."""
+
+    def tokens_a_second(max_width: int, second: float) -> tuple[float, float]:
+        world = World(
+            lambda depth: 0.4,
+            lambda rows: 1.0 + 0.02 * rows,
+            lambda nodes: 0.02 * nodes,
+            siblings=(second,),
+        )
+        scheduler = AdaptiveKScheduler(AdaptiveKOptions(max_width=max_width))
+        seconds = world.run(scheduler, [SimulatedRequest()], 2000)
+        beside = sum(n - d for [n], [d] in zip(world.nodes, world.depths, strict=True))
+        return 2000 / seconds, beside / len(world.nodes)
+
+    (trees, beside), (chains, none) = tokens_a_second(4, 0.7), tokens_a_second(1, 0.7)
+    assert trees > 1.1 * chains
+    assert beside > 0.5
+    assert none == 0
+    assert tokens_a_second(4, 0.02)[1] < 0.5  # siblings that are never kept are dropped
+
+
+def test_a_plan_is_cheap() -> None:
+    """Work in every step that grew with the past would cost what drafting gains. Counted in executed lines."""
+    scheduler, request = AdaptiveKScheduler(), SimulatedRequest()
+    world = World(lambda depth: 0.0, rising, lambda nodes: 0.02 * nodes)
+
+    def lines(steps: int) -> int:
+        seen = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal seen
+            seen += event == "line"
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            for _ in range(steps):
+                world.step(scheduler, [request])
+        finally:
+            sys.settrace(before)
+        return seen // steps
+
+    lines(100)
+    early = lines(50)
+    for _ in range(2000):
+        world.step(scheduler, [request])
+    assert lines(50) < 1.3 * early

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from specfw_plugin_block import BlockVerifier
@@ -18,7 +18,7 @@ from specfw.testing.conformance import SchedulerConformance
 from specfw.testing.drafters import TableDrafter
 from specfw.testing.simulation import SimulatedRequest, World
 
-QUICK = GoodputOptions(max_depth=3, width=2, warmup=1, memory=2)
+QUICK = GoodputOptions(max_nodes=4, max_depth=3, max_width=2, warmup=1, memory=2)
 
 
 def full_at_sixteen(rows: int) -> float:
@@ -91,9 +91,9 @@ def test_nodes_go_where_they_are_kept() -> None:
     """An even share would waste rows on the request whose drafts are refused."""
 
     class Half(World):
-        def _kept(self, depth: int) -> int:
+        def _walk(self, draft: Sequence[int]) -> list[int]:
             self.turn = 1 - getattr(self, "turn", 1)
-            return depth if self.turn == 0 else 0
+            return [0] * len(draft) if self.turn == 0 else []
 
     scheduler, requests = GoodputScheduler(), [SimulatedRequest(0), SimulatedRequest(1)]
     world = Half(lambda depth: 1.0, lambda rows: 1.0 + 0.05 * rows, lambda nodes: 0.05)
