@@ -52,6 +52,7 @@ SIMPLE = one_of_installed(
     {"name": "ngram", "max_nodes": 3, "min_ngram": 1, "continuations": 2},
     {"name": "suffix"},
     {"name": "recycling"},
+    {"name": "lookahead", "window": 2, "level": 2, "guesses": 2},
     {"name": "mixture"},
     {"name": "scripted"},
     {"name": "small-model", "model": {"name": "table"}, "max_nodes": 2},

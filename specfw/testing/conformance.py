@@ -137,6 +137,8 @@ class DrafterConformance(ABC):
 
     learns: ClassVar[bool] = False
     """Whether it keeps statistics on purpose, so that the past may change what it drafts."""
+    remembers: ClassVar[bool] = False
+    """Whether what one request teaches serves later ones too."""
     drafts: ClassVar[bool] = True
     """Whether it drafts anything for a table model's random text."""
 
@@ -233,6 +235,24 @@ class DrafterConformance(ABC):
             engine.add(prompt, params)
         _run(engine)
         assert recorder.drafts == first
+
+    def test_B11_an_earlier_request_leaves_nothing(self) -> None:
+        """A table kept from an earlier, longer request would show in what a later one drafts."""
+        if self.remembers:
+            pytest.skip("what one request teaches serves others on purpose")
+        params = SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True)
+        seen = []
+        for prompts in (([1, 2, 3] * 4, [3, 3, 1, 2]), ([3, 3, 1, 2],)):
+            recorder = _Recorder(self.make())
+            engine = self.engine(recorder, Case(params, vocab_size=4, horizon=1))
+            engine.memory.prefix_cache = False  # so that it is not found there either
+            _run(engine)
+            for prompt in prompts:  # one after the other
+                request = engine.add(prompt, params.model_copy(update={"seed": len(prompt)}))
+                _run(engine)
+            drafts = {key: nodes for key, nodes in recorder.drafts.items() if key[0] == 4}
+            seen.append((request.tokens, request.stats, drafts))
+        assert seen[0] == seen[1]
 
     def test_requests_join_leave_and_are_preempted(self) -> None:
         """Requests that come and go between steps must neither confuse nor break it."""

@@ -524,6 +524,7 @@ class TestRoute(DrafterConformance):
 
 class TestBandit(DrafterConformance):
     learns = True
+    remembers = True
 
     def make(self) -> Drafter:
         inner = [TableDrafter("near", width=2), Merge(eager()), NoDrafter()]

@@ -241,6 +241,7 @@ class TestConformance(DrafterConformance):
 
 class TestConformanceAcrossRequests(DrafterConformance):
     learns = True
+    remembers = True
 
     def make(self) -> Drafter:
         return RecyclingDrafter(RecyclingOptions(across_requests=True, max_entries=7, k=2))

@@ -322,6 +322,7 @@ class TestConformance(DrafterConformance):
 
 class TestConformanceAcrossRequests(DrafterConformance):
     learns = True
+    remembers = True
 
     def make(self) -> Drafter:
         return SuffixDrafter(
