@@ -15,13 +15,16 @@ from typing import Any
 from specfw.components import CONTRACTS, Bound, Kind
 from specfw.errors import ConfigError
 
-__all__ = ["Reference", "is_component_name", "parse_reference"]
+__all__ = ["Reference", "is_component_name", "parse_reference", "split_references"]
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _FULL_NAME = re.compile(rf"{_NAME}(?::{_NAME})?")
 _QUOTED_OR_CALL = re.compile(
     rf"""(?P<quoted>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<name>{_NAME}(?::{_NAME})?)\s*\("""
 )
+
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
+"""A quoted text, or one character."""
 
 _POSITIONAL = "drafters"
 """The option that takes a drafter's arguments without a name."""
@@ -40,6 +43,18 @@ class Reference:
 def is_component_name(text: str) -> bool:
     """Whether `text` is a plain component name, without a plugin's name before it."""
     return re.fullmatch(_NAME, text) is not None
+
+
+def split_references(text: str) -> list[str]:
+    """The references in a list by comma; commas in brackets and quotes belong to their reference."""
+    parts, depth = [""], 0
+    for piece in _PIECE.findall(text):
+        depth += (piece in "([{") - (piece in ")]}")
+        if piece == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return [part.strip() for part in parts if part.strip()]
 
 
 def parse_reference(kind: Kind, value: object) -> Reference:

@@ -1,14 +1,16 @@
 """`specfw bench drafters`: what drafters bring, by category of prompts, against drafting nothing.
 
 All drafters run in turn on each prompt, on one loaded target, so that whatever else the machine does
-hits all of them alike. Acceptance lengths do not depend on time.
+hits all of them alike; of several rounds the medians count. Acceptance lengths do not depend on time.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +32,36 @@ from specfw.errors import ConfigError
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 
-__all__ = ["ALL", "NONE", "DraftersBench", "bench_drafters", "first_of_each"]
+__all__ = [
+    "ALL",
+    "MEAN",
+    "NONE",
+    "DraftersBench",
+    "bench_drafters",
+    "check_plot",
+    "first_of_each",
+    "plot_drafters",
+]
 
 ALL = "all"
 """The category of the rows over all prompts."""
+MEAN = "mean"
+"""The category of the rows with the mean of the categories."""
+REPEATING = ("extraction", "summarization")
+"""The categories whose answers repeat their prompts; they have a row together where there are both."""
 NONE = "none"
 """The drafter that all others are compared with."""
+
+_WARM_UP = 8
+"""Tokens of the first prompt that are decoded before anything counts."""
 
 
 @dataclass(slots=True)
 class _Sum:
     """What some prompts took with one drafter."""
 
-    tokens: int = 0
-    passes: int = 0
+    tokens: float = 0
+    passes: float = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -57,14 +75,22 @@ class _Sum:
             self.draft_seconds + other.draft_seconds,
         )
 
+    @classmethod
+    def median(cls, rounds: Sequence[_Sum]) -> _Sum:
+        """The median of each."""
+        each = zip(*map(astuple, rounds), strict=True)
+        return cls(*(statistics.median(values) for values in each))
+
 
 @dataclass(slots=True)
 class DraftersBench:
     """The sums of every drafter and category, and the table that follows from them."""
 
-    tokens: int
+    max_new_tokens: int
     """Most tokens for each prompt."""
     dtype: str
+    rounds: int = 1
+    """How often each prompt was decoded with each drafter."""
     sums: dict[tuple[str, str], _Sum] = field(default_factory=dict)
     """By drafter, as it was written, and category."""
 
@@ -75,32 +101,44 @@ class DraftersBench:
 
     @property
     def categories(self) -> list[str]:
-        """The categories in the order of the prompts, then `ALL`."""
-        return [*dict.fromkeys(category for _, category in self.sums), ALL]
+        """The categories in the order of the prompts."""
+        return list(dict.fromkeys(category for _, category in self.sums))
 
-    def total(self, drafter: str, categories: Iterable[str] = (ALL,)) -> _Sum:
-        """The sums of one drafter over some categories."""
-        wanted = set(categories)
+    def total(self, drafter: str, categories: Iterable[str] | None = None) -> _Sum:
+        """The sums of one drafter over some categories, all unless given."""
+        wanted = set(self.categories if categories is None else categories)
         parts = [
             part
             for (name, category), part in self.sums.items()
-            if name == drafter and (category in wanted or ALL in wanted)
+            if name == drafter and category in wanted
         ]
         return sum(parts, start=_Sum())
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a drafter and category: `acceptance_length` in tokens a target pass, `draft_share` of
-        the steps' time spent on drafting and observing, and `ratio_vs_none` of tokens a second."""
-        return [
-            self._row(drafter, category)
-            for drafter in self.drafters
-            for category in self.categories
-        ]
+        the steps' time spent on drafting and observing, and `ratio_vs_none` of tokens a second.
+
+        After the categories come `REPEATING` together, `MEAN` and `ALL`.
+        """
+        return [row for drafter in self.drafters for row in self._rows(drafter)]
+
+    def _rows(self, drafter: str) -> list[dict[str, Any]]:
+        rows = [self._row(drafter, name, [name]) for name in self.categories]
+        over_all = self._row(drafter, ALL, self.categories)
+        means = {
+            key: statistics.fmean(row[key] for row in rows)
+            for key, value in over_all.items()
+            if isinstance(value, float)
+        }
+        if set(REPEATING) <= set(self.categories):
+            rows.append(self._row(drafter, "+".join(REPEATING), REPEATING))
+        return [*rows, over_all | {"category": MEAN} | means, over_all]
 
     def mapping(self) -> dict[str, Any]:
         """The stable keys of `specfw bench drafters --json`."""
         return {
-            "tokens": self.tokens,
+            "max_new_tokens": self.max_new_tokens,
+            "rounds": self.rounds,
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),
             "rows": self.rows(),
@@ -119,8 +157,8 @@ class DraftersBench:
             )
         return "\n".join(lines) + "\n"
 
-    def _row(self, drafter: str, category: str) -> dict[str, Any]:
-        own, plain = self.total(drafter, [category]), self.total(NONE, [category])
+    def _row(self, drafter: str, category: str, members: Sequence[str]) -> dict[str, Any]:
+        own, plain = self.total(drafter, members), self.total(NONE, members)
         return {
             "drafter": drafter,
             "category": category,
@@ -132,10 +170,11 @@ class DraftersBench:
 
 def bench_drafters(
     drafters: Sequence[str],
-    per_category: int = 2,
-    tokens: int = 128,
+    limit_per_category: int = 2,
+    max_new_tokens: int = 128,
     prompts_file: Path | None = None,
     dtype: str = "bfloat16",
+    rounds: int = 1,
     target: object = "demo",
     progress: Callable[[str], None] = lambda text: None,
 ) -> DraftersBench:
@@ -143,10 +182,12 @@ def bench_drafters(
 
     Args:
         drafters: names or expressions, as in a config.
-        per_category: how many prompts of each category, from the first on; their first turns count.
-        tokens: most tokens for each prompt.
+        limit_per_category: how many prompts of each category, from the first on; their first turns
+            count.
+        max_new_tokens: most tokens for each prompt.
         prompts_file: prompts in Spec-Bench's format; the project's own if None.
         dtype: what the target's weights become; a ready loader keeps its own.
+        rounds: how often each prompt is decoded with each; medians count.
         target: as in a config.
         progress: told what runs now.
 
@@ -161,21 +202,71 @@ def bench_drafters(
     manager = PluginManager()
     switch = _Switch({name: manager.bind("drafter", name).build() for name in drafters})
     settings = {} if isinstance(target, TargetLoader) else {"dtype": dtype}
-    result = DraftersBench(tokens, dtype)
+    result = DraftersBench(max_new_tokens, dtype, rounds)
     with Pipeline.from_config(
         {"target": target, "drafter": switch, "engine": {"prefix_cache": False}, **settings}
     ) as pipeline:
-        chosen = first_of_each(load_prompts(prompts_file), per_category)
+        chosen = first_of_each(load_prompts(prompts_file), limit_per_category)
         for number, prompt in enumerate([chosen[0], *chosen]):  # the first one warms up
             ids = pipeline.encode([{"role": "user", "content": prompt.turns[0]}])
-            for name in _in_turn([NONE, *drafters], number):
-                progress(f"prompt {number} of {len(chosen)} ({prompt.category}): {name}")
-                switch.use(name)
-                seen = _decode(pipeline, ids, tokens if number else min(tokens, 8))
-                if number:
-                    key = (name, prompt.category)
-                    result.sums[key] = result.sums.get(key, _Sum()) + seen
+            seen: dict[str, list[_Sum]] = {}
+            for turn in range(rounds if number else 1):
+                for name in _in_turn([NONE, *drafters], number + turn):
+                    progress(f"prompt {number} of {len(chosen)} ({prompt.category}): {name}")
+                    switch.use(name)
+                    one = _decode(pipeline, ids, max_new_tokens if number else _WARM_UP)
+                    seen.setdefault(name, []).append(one)
+            for name in [NONE, *drafters] if number else []:
+                key = (name, prompt.category)
+                result.sums[key] = result.sums.get(key, _Sum()) + _Sum.median(seen[name])
     return result
+
+
+def check_plot() -> None:
+    """Make sure that `plot_drafters` can draw.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "bench drafters: expected matplotlib to be installed for --png, but it is not; "
+            "install specfw[plot]"
+        )
+
+
+def plot_drafters(result: DraftersBench, path: Path) -> None:
+    """Draw acceptance length and speed against none by category as a PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    check_plot()
+    from matplotlib.figure import Figure
+
+    rows = result.rows()
+    categories = list(dict.fromkeys(row["category"] for row in rows))
+    figure = Figure(figsize=(1.5 + 0.7 * len(categories), 7), layout="constrained")
+    width = 0.8 / len(result.drafters)
+    panels = {"acceptance_length": "tokens a pass", "ratio_vs_none": "speed against none"}
+    for axes, (key, label) in zip(figure.subplots(2, sharex=True), panels.items(), strict=True):
+        for number, drafter in enumerate(result.drafters):
+            heights = [row[key] for row in rows if row["drafter"] == drafter]
+            places = [place + width * number for place in range(len(categories))]
+            axes.bar(places, heights, width, label=drafter)
+        axes.axhline(1.0, color="0.3", linewidth=0.8)
+        axes.set_ylabel(label)
+    axes.set_xticks(
+        [place + 0.4 - width / 2 for place in range(len(categories))],
+        categories,
+        rotation=60,
+        ha="right",
+        rotation_mode="anchor",
+    )
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False
+    )
+    figure.savefig(path, format="png", dpi=150)
 
 
 class _Switch(Drafter):

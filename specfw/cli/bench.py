@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specfw.cli.options import JsonOutput, print_json, read_counts
+from specfw.cli.progress import showing_progress
+from specfw.references import split_references
 
 __all__ = ["app"]
 
@@ -21,31 +23,45 @@ def _bench() -> None:
     """Measure speed on the demo model."""
 
 
+DRAFTERS = "ngram, suffix, recycling, merge(suffix, recycling)"
+"""What is compared unless said otherwise."""
+
+
 @app.command("drafters")
 def drafters(
-    drafter: Annotated[
-        list[str] | None, typer.Option(help="A name or an expression; may be repeated.")
+    drafters: Annotated[
+        list[str] | None,
+        typer.Option(help="Names or expressions by comma, or the option repeated."),
     ] = None,
-    per_category: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 128,
+    limit_per_category: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each prompt.")] = 128,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Runs of each prompt with each drafter; medians count.")
+    ] = 3,
     prompts: Annotated[
         Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the table into this PNG; needs matplotlib.")
+    ] = None,
     as_json: JsonOutput = False,
 ) -> None:
     """Drafters against drafting nothing, by category of prompts."""
-    from specfw.bench.drafters import bench_drafters
+    from specfw.bench.drafters import bench_drafters, check_plot, plot_drafters
 
-    console = Console(stderr=True)
-    chosen = drafter or ["ngram", "suffix", "recycling", "merge(suffix, recycling)"]
-    with console.status("loading") as status:
+    if png is not None:
+        check_plot()
+    chosen = [name for text in drafters or [DRAFTERS] for name in split_references(text)]
+    with showing_progress() as progress:
         result = bench_drafters(
-            chosen, per_category, tokens, prompts, dtype, progress=status.update
+            chosen, limit_per_category, max_new_tokens, prompts, dtype, rounds, progress=progress
         )
     if markdown is not None:
         markdown.write_text(result.markdown(), encoding="utf-8")
+    if png is not None:
+        plot_drafters(result, png)
     if as_json:
         print_json(result.mapping())
     else:
@@ -65,9 +81,8 @@ def engine(
     """Plain decoding of this engine against transformers, at batch 1 and 16."""
     from specfw.bench.engine import bench_engine
 
-    console = Console(stderr=True)
-    with console.status("loading") as status:
-        result = bench_engine(tokens, rounds, prompts, dtype, status.update).mapping()
+    with showing_progress() as progress:
+        result = bench_engine(tokens, rounds, prompts, dtype, progress).mapping()
     if as_json:
         print_json(result)
         return
@@ -105,7 +120,7 @@ def schedulers(
     """adaptive-k against fixed depths, and goodput against plain decoding and a fixed depth."""
     from specfw.bench.schedulers import bench_schedulers, plot_schedulers
 
-    with Console(stderr=True).status("loading") as status:
+    with showing_progress() as progress:
         result = bench_schedulers(
             drafter,
             read_counts("bench schedulers", "--depths", depths, least=0),
@@ -115,7 +130,7 @@ def schedulers(
             rounds,
             prompts,
             dtype,
-            progress=status.update,
+            progress=progress,
         )
     if markdown is not None:
         markdown.write_text(result.markdown(), encoding="utf-8")
