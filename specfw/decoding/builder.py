@@ -81,6 +81,8 @@ class DraftBuilder:
         self._drafter_index = -1
         self._above: DraftBuilder | None = None  # whose limits hold too
         self._roots = np.arange(len(self.limits), dtype=np.int64) * self._capacity
+        self._owner: dict[int, int] = {}  # requests of nodes, as far as a limited builder was asked
+        self._guess_below: dict[tuple[int, int], int] = {}  # by parent and token
         self._spent = np.zeros(len(self.limits), np.int64)
         self._added = np.zeros(len(self.limits), np.int64)
         self._reach = [_NO_END] * len(self.limits) if reach is None else list(reach)
@@ -118,6 +120,7 @@ class DraftBuilder:
         view = copy(self)
         view._above = self
         view._roots = self.roots if roots is None else np.asarray(roots, np.int64)
+        view._owner = {root: request for request, root in enumerate(view._roots.tolist())}
         view._spent = np.zeros(len(view._roots), np.int64)
         view._added = view._spent.copy()
         view.limits = [
@@ -185,11 +188,11 @@ class DraftBuilder:
         handles: list[int] = []
         for token in tokens:
             self._check_token(token)
-            known = self._find_guess(parent, token)
+            known = self._guess_below.get((parent, token))
             if known is None:
                 if self._room(parent) == 0 or self._forbids(parent, token):
                     break
-                known = self._add(parent, Kind.POINT, -1)
+                known = self._guess_below[parent, token] = self._add(parent, Kind.POINT, -1)
                 self._guessed.reshape(-1)[known] = token
             handles.append(known)
             parent = known
@@ -463,12 +466,14 @@ class DraftBuilder:
     def _find_request(self, node: int) -> int | None:
         if self._above is None:
             return node // self._capacity
-        while node >= 0:
-            at = np.flatnonzero(self._roots == node)
-            if len(at):
-                return int(at[0])
-            node = self._parent_handle(node)
-        return None
+        above, way = node, []
+        while above >= 0 and above not in self._owner:
+            way.append(above)
+            above = self._parent_handle(above)
+        request = self._owner.get(above)
+        if request is not None:
+            self._owner.update(dict.fromkeys(way, request))
+        return request
 
     def _next_nodes(self, parents: Handles, room: NDArray[np.int64]) -> NDArray[np.int64]:
         """The node index that each parent's first child will get, [M]."""
@@ -534,11 +539,6 @@ class DraftBuilder:
             path.append(int(self._guessed.reshape(-1)[node]))
             node = self._parent_handle(node)
         return None if -1 in path else path[::-1]
-
-    def _find_guess(self, parent: int, token: int) -> int | None:
-        request, above = divmod(parent, self._capacity)
-        same = (self._parent[request] == above) & (self._guessed[request] == token)
-        return request * self._capacity + int(same.argmax()) if same.any() else None
 
     def _upload_guesses(self) -> None:
         known = np.flatnonzero(self._guessed.reshape(-1) >= 0)

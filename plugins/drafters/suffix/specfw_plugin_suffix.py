@@ -346,25 +346,29 @@ class _Head:
         continuations. The formula fits how often greedy texts of the demo model were foreseen:
         0.29, 0.53, 0.67, 0.73 and 0.75 after one occurrence of 1 to 5 matched tokens.
         """
+        return self._trust(self._counts())
+
+    def continuations(self, least: float) -> Iterator[tuple[int, _Head]]:
+        """Tokens that followed, and where they lead, if that weighs `least` or more."""
+        counts = self._counts()
+        if not (trust := self._trust(counts)):
+            return
+        share = self.weight * trust / sum(counts)
         follows = self.automaton.next[self.state]
-        if not 0 < len(follows) <= _BUSY:
+        for (token, state), times in zip(follows.items(), counts, strict=True):
+            if (weight := share * times) >= least:
+                yield token, _Head(self.automaton, state, self.match + 1, weight)
+
+    def _trust(self, counts: Sequence[int]) -> float:
+        if not counts:
             return 0.0
-        evidence = self._occurrences() * self.match**1.25
-        return float(evidence / (evidence + 2 * len(follows)))
+        evidence = sum(counts) * self.match**1.25
+        return float(evidence / (evidence + 2 * len(counts)))
 
-    def continuations(self) -> Iterator[tuple[int, _Head]]:
-        """Tokens that followed, and where they lead."""
-        automaton, trust = self.automaton, self.trust
-        if trust:
-            share = self.weight * trust / self._occurrences()
-            for token, state in automaton.next[self.state].items():
-                weight = share * automaton.count[state]
-                yield token, _Head(automaton, state, self.match + 1, weight)
-
-    def _occurrences(self) -> int:
-        """How often the suffix was followed by anything."""
-        automaton = self.automaton
-        return sum(automaton.count[state] for state in automaton.next[self.state].values())
+    def _counts(self) -> Sequence[int]:
+        """How often each continuation of the suffix occurred; none of a suffix that has too many."""
+        follows, count = self.automaton.next[self.state], self.automaton.count
+        return [count[state] for state in follows.values()] if len(follows) <= _BUSY else ()
 
 
 class _Tree:
@@ -399,10 +403,9 @@ class _Tree:
         """Let what follows `head` wait to be drafted below `node`, at most `depth` nodes deep."""
         if depth <= 0:
             return
-        for token, after in head.continuations():
-            if after.weight >= self._options.min_probability:
-                entry = (-after.weight, next(self._order), token, after, node, depth - 1)
-                heappush(self._waiting, entry)
+        for token, after in head.continuations(self._options.min_probability):
+            entry = (-after.weight, next(self._order), token, after, node, depth - 1)
+            heappush(self._waiting, entry)
 
     def _added(self) -> int:
         return int(self._builder.added[self._request])
