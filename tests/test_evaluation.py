@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from specfw.bench.evaluation import Evaluation, evaluate, with_nodes
+from specfw.bench.evaluation import Evaluation, Ranks, evaluate, with_nodes
 from specfw.config import PipelineConfig
+from specfw.contracts import RankedRows
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 from specfw.types import SpeculationStats
@@ -24,7 +26,9 @@ def test_counts_are_sums_over_prompts() -> None:
         emitted=6, target_passes=2, tested_by_depth=[2, 1], accepted_by_depth=[2, 1]
     )
     two = SpeculationStats(emitted=4, target_passes=3, tested_by_depth=[2], accepted_by_depth=[0])
-    found = Evaluation("same-text", {"math": [one], "rag": [two]}, 0, 1.0, 4.0).mapping()
+    found = Evaluation(
+        "same-text", {"math": [one], "rag": [two]}, draft_seconds=1.0, step_seconds=4.0
+    ).mapping()
     assert found["acceptance_length"] == 2.0
     assert found["by_category"] == {"math": 3.0, "rag": pytest.approx(4 / 3)}
     assert found["by_position"] == [
@@ -32,6 +36,20 @@ def test_counts_are_sums_over_prompts() -> None:
         {"tested": 1, "kept": 1, "rate": 1.0},
     ]
     assert (found["prompts"], found["tokens"], found["draft_share"]) == (2, 10, 0.25)
+
+
+def test_ranks_are_counted_along_the_emitted_path() -> None:
+    """Fault: children of nodes that were never reached count, or ranks are those of other parents."""
+    rows = RankedRows(
+        np.array([1, 5, 6, 7, 8, 9]), np.array([-1, 0, 0, 1, 2, 2]), np.zeros((6, 1), np.int64)
+    )
+    ranks = Ranks()
+    ranks.add(rows, [6, 9, 4])  # the second child of the root, then the second of its children
+    ranks.add(rows, [3])
+    assert ranks.mapping() == [
+        {"tested": 3, "kept": 0, "rate": 0.0},
+        {"tested": 3, "kept": 2, "rate": pytest.approx(2 / 3)},
+    ]
 
 
 def prompts(folder: Path, *texts: str) -> Path:
@@ -59,6 +77,7 @@ def test_what_is_drafted_right_is_counted(tmp_path: Path) -> None:
     assert found["acceptance_length"] == 4.0  # three drafts of three, the first behind the prompt
     assert all(one["rate"] == 1.0 for one in found["by_position"])
     assert len(found["by_position"]) == 3
+    assert found["by_rank"] == [{"tested": 9, "kept": 9, "rate": 1.0}]
     assert (every["prompts"], every["by_category"]) == (2, {"rag": 4.0})
 
 

@@ -7,16 +7,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specfw.bench.drafters import first_of_each
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.components import Bound
 from specfw.config import PipelineConfig
+from specfw.contracts import Drafter, Feedback, RankedRows, RequestView, Requirements
+from specfw.decoding.builder import DraftBuilder
 from specfw.engine.engine import StepReport
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 from specfw.types import SpeculationParams, SpeculationStats
 
-__all__ = ["Evaluation", "evaluate", "with_nodes"]
+__all__ = ["Evaluation", "Ranks", "evaluate", "with_nodes"]
 
 
 @dataclass(slots=True)
@@ -28,6 +32,7 @@ class Evaluation:
     """By category, one of each prompt."""
     skipped: int = 0
     """Prompts that do not fit into the context."""
+    ranks: Ranks = field(default_factory=lambda: Ranks())
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
 
@@ -42,6 +47,7 @@ class Evaluation:
             "tokens": sum(one.emitted for one in every),
             "acceptance_length": _length(every),
             "by_position": [_position(every, depth) for depth in range(depths)],
+            "by_rank": self.ranks.mapping(),
             "by_category": {name: _length(several) for name, several in self.statistics.items()},
             "draft_share": self.draft_seconds / self.step_seconds if self.step_seconds else 0.0,
         }
@@ -84,12 +90,15 @@ def evaluate(
             seconds for phase, seconds in report.seconds.items() if phase != "model"
         )
 
-    pipeline.engine.observers.append(note)
+    engine = pipeline.engine
+    inner = engine.drafter
+    engine.drafter = _RankWatch(inner, result.ranks)
+    engine.observers.append(note)
     try:
         for number, prompt in enumerate(chosen):
             progress(f"prompt {number + 1} of {len(chosen)} ({prompt.category})")
             ids = pipeline.encode(_as_prompt(pipeline, prompt.turns[0]))
-            if len(ids) >= pipeline.engine.max_length:
+            if len(ids) >= engine.max_length:
                 result.skipped += 1
                 continue
             (output,) = pipeline.generate(
@@ -102,8 +111,69 @@ def evaluate(
             )
             result.statistics.setdefault(prompt.category, []).append(output.speculation)
     finally:
-        pipeline.engine.observers.remove(note)
+        engine.observers.remove(note)
+        engine.drafter = inner
     return result
+
+
+@dataclass(slots=True)
+class Ranks:
+    """How well the order of siblings is calibrated: the first one should be right most often."""
+
+    tested: list[int] = field(default_factory=list)
+    """Reached nodes with a child of each rank."""
+    kept: list[int] = field(default_factory=list)
+    """Those of them whose child of that rank was kept."""
+
+    def add(self, rows: RankedRows, emitted: Sequence[int]) -> None:
+        """Walk down a draft along what was emitted."""
+        node = 0
+        for token in emitted:
+            children = np.flatnonzero(rows.parents == node)
+            missing = len(children) - len(self.tested)
+            self.tested += [0] * missing
+            self.kept += [0] * missing
+            for rank in range(len(children)):
+                self.tested[rank] += 1
+            right = np.flatnonzero(rows.tokens[children] == token)
+            if not len(right):
+                return
+            self.kept[right[0]] += 1
+            node = int(children[right[0]])
+
+    def mapping(self) -> list[dict[str, Any]]:
+        """The stable keys of `by_rank`."""
+        return [
+            {"tested": tested, "kept": kept, "rate": kept / tested}
+            for tested, kept in zip(self.tested, self.kept, strict=True)
+        ]
+
+
+class _RankWatch(Drafter):
+    """Another drafter, whose drafts are counted."""
+
+    def __init__(self, inner: Drafter, ranks: Ranks) -> None:
+        self._inner, self._ranks = inner, ranks
+        self.reads_ahead = inner.reads_ahead  # type: ignore[misc]
+
+    @property
+    def requires(self) -> Requirements:  # type: ignore[override]
+        """What the other needs, and one token after each node, for with it come the nodes."""
+        return replace(self._inner.requires, top_k=max(1, self._inner.requires.top_k))
+
+    def begin(self, request: RequestView) -> None:
+        self._inner.begin(request)
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        self._inner.propose(requests, builder)
+
+    def observe(self, feedback: Feedback) -> None:
+        for rows, emitted in zip(feedback.ranked, feedback.emitted, strict=True):
+            self._ranks.add(rows, emitted)
+        self._inner.observe(feedback)
+
+    def end(self, request: RequestView) -> None:
+        self._inner.end(request)
 
 
 def with_nodes(config: PipelineConfig, nodes: int | None) -> PipelineConfig:
