@@ -342,7 +342,7 @@ class Trainer(ABC):
     """
 
     text_share: ClassVar[float] = 0.5
-    """The part of the time that goes into writing texts; the rest is for `train`."""
+    """The part of the time that may go into writing texts; the rest is for `train`."""
 
     def attach(self, target: TargetInfo) -> None:
         """Prepare for this target; called once, before anything is written.

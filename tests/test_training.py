@@ -365,12 +365,14 @@ def test_a_run_writes_what_is_missing_and_then_trains(tmp_path: Path) -> None:
     lines: list[str] = []
     plan = Plan(tmp_path, tokens=40, minutes=60.0, settings=SMALL)
     trained = run_training(Chat(), bound, plan, lambda text, share=None: lines.append(text))
-    assert trained.facts == {"seconds": 1800.0}
+    assert trained.facts == {"seconds": 3600.0 - Texts(tmp_path / "texts").seconds}
     assert int((tmp_path / "made").read_text()) == Texts(tmp_path / "texts").written >= 40
     assert len(lines) == trainer.watched == len(Texts(tmp_path / "texts"))
     assert "left; shard of" in lines[0]
     run_training(Chat(), bound, plan)
     assert trainer.watched == len(lines)
+    shared = Plan(tmp_path / "b", tmp_path / "texts", 40, 60.0, settings=SMALL)
+    assert run_training(Chat(), bound, shared).facts == {"seconds": 3600.0}
     with pytest.raises(ConfigError, match="--tokens or --minutes"):
         run_training(Chat(), bound, Plan(tmp_path))
     data = load_file(tmp_path / "texts" / "texts-000000.safetensors")

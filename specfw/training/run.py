@@ -128,11 +128,15 @@ def run_training(
             for shard in texts:
                 learner.watch(shard)
             write_texts(writer, texts, wanted, time_to_write, progress)
-        run = TrainingRun(
-            info, texts, plan.out, plan.settings.seed, seconds and seconds * (1 - share), tell
-        )
+        left = None if seconds is None else seconds - _spent(plan, texts, time_to_write)
+        run = TrainingRun(info, texts, plan.out, plan.settings.seed, left, tell)
         with exclusive(plan.out):
             return learner.train(run)
+
+
+def _spent(plan: Plan, texts: Texts, most: float) -> float:
+    """Seconds of the run's time that went into its texts; shared ones are free."""
+    return min(texts.seconds, most) if plan.texts is None else 0.0
 
 
 class _Progress:
