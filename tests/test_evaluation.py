@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specfw.bench.evaluation import Evaluation, Ranks, evaluate, with_nodes
 from specfw.config import PipelineConfig
-from specfw.contracts import RankedRows
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 from specfw.types import SpeculationStats
@@ -38,17 +36,16 @@ def test_counts_are_sums_over_prompts() -> None:
     assert (found["prompts"], found["tokens"], found["draft_share"]) == (2, 10, 0.25)
 
 
-def test_ranks_are_counted_along_the_emitted_path() -> None:
-    """Fault: children of nodes that were never reached count, or ranks are those of other parents."""
-    rows = RankedRows(
-        np.array([1, 5, 6, 7, 8, 9]), np.array([-1, 0, 0, 1, 2, 2]), np.zeros((6, 1), np.int64)
-    )
+def test_ranks_are_counted_at_reached_nodes() -> None:
+    """Fault: a rank that few nodes have looks worse than it is."""
     ranks = Ranks()
-    ranks.add(rows, [6, 9, 4])  # the second child of the root, then the second of its children
-    ranks.add(rows, [3])
+    ranks.add([2, 3], [1, 0])
+    ranks.add([1], [])
+    ranks.add([], [])
     assert ranks.mapping() == [
-        {"tested": 3, "kept": 0, "rate": 0.0},
-        {"tested": 3, "kept": 2, "rate": pytest.approx(2 / 3)},
+        {"seen": 3, "kept": 1, "rate": pytest.approx(1 / 3)},
+        {"seen": 2, "kept": 1, "rate": 0.5},
+        {"seen": 1, "kept": 0, "rate": 0.0},
     ]
 
 
@@ -77,7 +74,7 @@ def test_what_is_drafted_right_is_counted(tmp_path: Path) -> None:
     assert found["acceptance_length"] == 4.0  # three drafts of three, the first behind the prompt
     assert all(one["rate"] == 1.0 for one in found["by_position"])
     assert len(found["by_position"]) == 3
-    assert found["by_rank"] == [{"tested": 9, "kept": 9, "rate": 1.0}]
+    assert found["by_rank"] == [{"seen": 9, "kept": 9, "rate": 1.0}]
     assert (every["prompts"], every["by_category"]) == (2, {"rag": 4.0})
 
 

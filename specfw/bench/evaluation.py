@@ -7,13 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specfw.bench.drafters import first_of_each
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.components import Bound
 from specfw.config import PipelineConfig
-from specfw.contracts import Drafter, Feedback, RankedRows, RequestView, Requirements
+from specfw.contracts import Drafter, Feedback, RequestView, Requirements
 from specfw.decoding.builder import DraftBuilder
 from specfw.engine.engine import StepReport
 from specfw.pipeline import Pipeline
@@ -120,32 +118,27 @@ def evaluate(
 class Ranks:
     """How well the order of siblings is calibrated: the first one should be right most often."""
 
-    tested: list[int] = field(default_factory=list)
-    """Reached nodes with a child of each rank."""
+    seen: list[int] = field(default_factory=list)
+    """Reached nodes that had a child of each rank, whether or not one before it was kept."""
     kept: list[int] = field(default_factory=list)
     """Those of them whose child of that rank was kept."""
 
-    def add(self, rows: RankedRows, emitted: Sequence[int]) -> None:
-        """Walk down a draft along what was emitted."""
-        node = 0
-        for token in emitted:
-            children = np.flatnonzero(rows.parents == node)
-            missing = len(children) - len(self.tested)
-            self.tested += [0] * missing
-            self.kept += [0] * missing
-            for rank in range(len(children)):
-                self.tested[rank] += 1
-            right = np.flatnonzero(rows.tokens[children] == token)
-            if not len(right):
-                return
-            self.kept[right[0]] += 1
-            node = int(children[right[0]])
+    def add(self, siblings: Sequence[int], kept: Sequence[int]) -> None:
+        """Count one draft: the children of each reached node, and the ranks of the kept ones."""
+        missing = max(siblings, default=0) - len(self.seen)
+        self.seen += [0] * missing
+        self.kept += [0] * missing
+        for count in siblings:
+            for rank in range(count):
+                self.seen[rank] += 1
+        for rank in kept:
+            self.kept[rank] += 1
 
     def mapping(self) -> list[dict[str, Any]]:
         """The stable keys of `by_rank`."""
         return [
-            {"tested": tested, "kept": kept, "rate": kept / tested}
-            for tested, kept in zip(self.tested, self.kept, strict=True)
+            {"seen": seen, "kept": kept, "rate": kept / seen}
+            for seen, kept in zip(self.seen, self.kept, strict=True)
         ]
 
 
@@ -158,8 +151,7 @@ class _RankWatch(Drafter):
 
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
-        """What the other needs, and one token after each node, for with it come the nodes."""
-        return replace(self._inner.requires, top_k=max(1, self._inner.requires.top_k))
+        return self._inner.requires
 
     def begin(self, request: RequestView) -> None:
         self._inner.begin(request)
@@ -168,8 +160,8 @@ class _RankWatch(Drafter):
         self._inner.propose(requests, builder)
 
     def observe(self, feedback: Feedback) -> None:
-        for rows, emitted in zip(feedback.ranked, feedback.emitted, strict=True):
-            self._ranks.add(rows, emitted)
+        for siblings, kept in zip(feedback.siblings, feedback.ranks, strict=True):
+            self._ranks.add(siblings, kept)
         self._inner.observe(feedback)
 
     def end(self, request: RequestView) -> None:

@@ -82,10 +82,10 @@ def command(
         f"{result['acceptance_length']:.2f} tokens a pass over {result['prompts']} prompts "
         f"({result['guarantee']}); {result['draft_share']:.1%} of the time is drafting"
     )
-    for what in ("position", "rank"):
-        table = Table(what, "tested", "kept")
+    for what, count in (("position", "tested"), ("rank", "seen")):
+        table = Table(what, count, "kept")
         for number, one in enumerate(result[f"by_{what}"], start=1):
-            table.add_row(str(number), str(one["tested"]), f"{one['rate']:.1%}")
+            table.add_row(str(number), str(one[count]), f"{one['rate']:.1%}")
         Console().print(table)
     table = Table("category", "tokens a pass")
     for category, length in result["by_category"].items():
