@@ -223,7 +223,7 @@ class Engine:
             clock.lap("verify")
             rounds = self._commit(plan, draft, builder, rows, laws, outcome, memory)
         clock.lap("commit")
-        self._observe(plan, rounds, builder, rows, clock.seconds)
+        self._observe(plan, rounds, draft, builder, rows, clock.seconds)
         finished = [
             self._finish(round.request, round.ends, round.error) for round in rounds if round.ends
         ]
@@ -389,6 +389,7 @@ class Engine:
         self,
         plan: Plan,
         rounds: Sequence[Round],
+        draft: Draft,
         builder: DraftBuilder,
         rows: Rows,
         seconds: dict[str, float],
