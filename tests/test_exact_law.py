@@ -226,23 +226,27 @@ def site(node: int, seed: int = 0, position: int = 0) -> Site:
 class TestTableModel:
     """The kit's own target."""
 
-    def test_the_packed_forward_gives_the_law_of_the_tokens(self) -> None:
+    @pytest.mark.parametrize("layers", [1, 3])
+    def test_the_packed_forward_gives_the_law_of_the_tokens(self, layers: int) -> None:
         """Chunks and trees through the pool, against the tokens themselves."""
-        assert ModelRunner(TableLM(3, seed=5), prepack=False).probe_error < 1e-12
+        model = TableLM(3, seed=5, layers=layers)
+        assert ModelRunner(model, prepack=False).probe_error < 1e-12
 
+    @pytest.mark.parametrize("layers", [1, 2, 3])
     @pytest.mark.parametrize("kind", ["dense", "sparse", "one_hot"])
-    def test_the_stock_forward_gives_the_law_of_the_tokens(self, kind: str) -> None:
+    def test_the_stock_forward_gives_the_law_of_the_tokens(self, kind: str, layers: int) -> None:
         """`law` uses no attention, `forward` nothing but."""
-        model = TableLM(3, seed=5, kind=kind)
+        model = TableLM(3, seed=5, kind=kind, layers=layers)
         tokens = [0, 2, 1, 1, 0, 2, 2]
         logits = model(torch.tensor([tokens])).logits[0]
         laws = np.array([model.law(tokens[: n + 1]) for n in range(len(tokens))])
         np.testing.assert_allclose(logits.exp().numpy(), laws, atol=1e-12)
         assert (laws == 0).any() == (kind != "dense")
 
-    def test_every_context_has_its_own_law(self) -> None:
+    @pytest.mark.parametrize("layers", [1, 2])
+    def test_every_context_has_its_own_law(self, layers: int) -> None:
         """Two contexts with one law would hide a mistaken one for the other."""
-        model = TableLM(2, seed=1)
+        model = TableLM(2, seed=1, layers=layers)
         contexts = [tuple(map(int, f"{n:b}")) for n in range(1, 512)]
         assert len({tuple(model.law(context)) for context in contexts}) == len(contexts)
 

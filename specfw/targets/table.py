@@ -23,6 +23,8 @@ class TableOptions(Options):
     """Whether every token is possible, some are impossible, or one is sure."""
     sharpness: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
     """Standard deviation of the logits."""
+    layers: Annotated[int, Field(ge=1)] = 1
+    """Decoder layers."""
 
 
 class TableLoader(TargetLoader):
@@ -36,8 +38,15 @@ class TableLoader(TargetLoader):
         from specfw.testing.table_model import TableLM, TableTokenizer
 
         options = self._options
+        model = TableLM(
+            options.vocab_size,
+            options.seed,
+            options.kind,
+            options.sharpness,
+            layers=options.layers,
+        )
         return LoadedTarget(
             name=f"table(vocab_size={options.vocab_size}, seed={options.seed})",
-            model=TableLM(options.vocab_size, options.seed, options.kind, options.sharpness),
+            model=model,
             tokenizer=TableTokenizer(options.vocab_size),
         )

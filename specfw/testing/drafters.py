@@ -32,17 +32,19 @@ _OTHER_TABLES = 1_000_003
 @lru_cache(maxsize=64)
 def relative(target: TableLM, relation: Relation, seed: int = 1) -> TableLM:
     """A draft model whose laws stand in this relation to the target's, in every context."""
-    size, longest = target.config.vocab_size, target.config.max_position_embeddings
+    size = target.config.vocab_size
+    alike = {
+        "max_positions": target.config.max_position_embeddings,
+        "layers": target.config.num_hidden_layers,
+    }
     if relation == "identical":
         return target
     seed += _OTHER_TABLES
     if relation == "near":
-        return TableLM(size, seed, mix=(target, 0.7), max_positions=longest)
+        return TableLM(size, seed, mix=(target, 0.7), **alike)
     if relation == "disjoint":
-        return TableLM(size, seed, avoid=target, max_positions=longest)
-    return TableLM(
-        size, seed, "dense" if relation == "unrelated" else relation, max_positions=longest
-    )
+        return TableLM(size, seed, avoid=target, **alike)
+    return TableLM(size, seed, "dense" if relation == "unrelated" else relation, **alike)
 
 
 def log_laws(model: TableLM, prefixes: Sequence[Sequence[int]]) -> Tensor:

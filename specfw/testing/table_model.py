@@ -7,6 +7,7 @@ or a foreign key-value row changes which (position, token) pairs are read, and s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -14,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["LawKind", "TableConfig", "TableLM", "TableTokenizer"]
+__all__ = ["LawKind", "TableConfig", "TableDecoder", "TableLM", "TableTokenizer"]
 
 LawKind = Literal["dense", "sparse", "one_hot"]
 
@@ -25,6 +26,8 @@ _RESOLUTION = 1024
 """Shares of the attention are counted in this fraction of one key, so that one more key shows."""
 _ZEROS = 0.4
 """How often a token is impossible in a sparse law."""
+_WEIGHTS = 3
+"""How many weights a layer above the first may give a token, by what the layer below read there."""
 
 
 class TableConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
@@ -33,11 +36,15 @@ class TableConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     model_type = "specfw_table"
 
     def __init__(
-        self, vocab_size: int = 3, max_position_embeddings: int = 24, **kwargs: Any
+        self,
+        vocab_size: int = 3,
+        max_position_embeddings: int = 24,
+        num_hidden_layers: int = 1,
+        **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
-        self.num_hidden_layers = 1
+        self.num_hidden_layers = num_hidden_layers
         self.hidden_size = vocab_size * max_position_embeddings
         super().__init__(**kwargs)
 
@@ -77,11 +84,85 @@ class TableAttention(nn.Module):
         return mean.reshape(value.shape)
 
 
+class TableLayer(nn.Module):
+    """Takes the mean of the tokens at all visible positions.
+
+    Above the first layer each token has a weight, which is a hash of what the layer below read there.
+    """
+
+    def __init__(self, config: TableConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.attention = TableAttention(config, layer_idx)
+        self._first = layer_idx == 0
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        """[B, T, H] and [B, T] -> [B, T, H]."""
+        width = self.attention.config.vocab_size
+        place = torch.arange(hidden_states.shape[-1], device=hidden_states.device) // width
+        token = (hidden_states > 0) & (place == position_ids[..., None])
+        value = token.to(hidden_states.dtype)
+        if not self._first:
+            keys = _keys(self.attention.config, hidden_states, position_ids)
+            value = value * _weight(keys)[..., None]
+        mean: Tensor = self.attention(value, **kwargs)
+        return mean
+
+
+class TableDecoder(nn.Module):
+    """The layers, one above the other."""
+
+    def __init__(self, config: TableConfig, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = embed
+        self.layers = nn.ModuleList(TableLayer(config, i) for i in range(config.num_hidden_layers))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> BaseModelOutput:
+        """Hidden states of all layers, [B, T, H] each."""
+        hidden = self.embed_tokens(input_ids)
+        place = torch.arange(hidden.shape[-1], device=hidden.device) // self.config.vocab_size
+        states = [hidden * (place == position_ids[..., None])]
+        for layer in self.layers:
+            states.append(layer(states[-1], position_ids=position_ids, **kwargs))
+        return BaseModelOutput(last_hidden_state=states[-1], hidden_states=tuple(states))
+
+
+@lru_cache(maxsize=64)
+def _hash_weights(vocab_size: int, max_positions: int) -> NDArray[np.int64]:
+    """What each (position, token) counts in a key, behind what each position does."""
+    return np.random.default_rng(vocab_size * 1000 + max_positions).integers(
+        -(2**62), 2**62, vocab_size * max_positions + 1
+    )
+
+
+def _last_position(config: Any, mean: Tensor) -> Tensor:
+    """The last position that was attended to: [B, R, H] -> int64 [B, R]."""
+    place = torch.arange(mean.shape[-1], device=mean.device) // config.vocab_size
+    last: Tensor = (place * (mean > 0)).amax(-1)
+    return last
+
+
+def _keys(config: Any, mean: Tensor, position: Tensor) -> Tensor:
+    """Hashes of what was attended to from each position: [B, R, H] and [B, R] -> int64 [B, R]."""
+    weights = torch.from_numpy(_hash_weights(config.vocab_size, config.max_position_embeddings)).to(
+        mean.device
+    )
+    counts = (mean * (position + 1)[..., None] * _RESOLUTION).round().long()
+    keys: Tensor = (counts * weights[1:]).sum(-1) + weights[0] * position
+    return keys
+
+
+def _weight(key: Any) -> Any:
+    """A small weight, 1 and up, from keys (a tensor's or a number's highest bits, without the sign)."""
+    return 1 + (key >> 40) % _WEIGHTS
+
+
 class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Random laws, one for each context, that only exact attention finds again.
 
     Hidden states are (position, token) vectors, [B, T, max_positions * vocab_size]: one-hot as
-    embeddings (layer 0), and the mean over what was attended to after the only layer (layer 1).
+    embeddings (layer 0), and after each layer the mean over what it attended to. Each of them has laws
+    of its own, so that leaving after an early layer drafts otherwise than the target decides.
     """
 
     config_class = TableConfig
@@ -97,6 +178,7 @@ class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call
         mix: tuple[TableLM, float] | None = None,
         avoid: TableLM | None = None,
         max_positions: int = 24,
+        layers: int = 1,
     ) -> None:
         """Make a model.
 
@@ -108,22 +190,19 @@ class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call
             mix: another model and its weight: the law is the other's with this weight, else its own.
             avoid: another model whose tokens have probability zero here, wherever it leaves others.
             max_positions: longest sequence.
+            layers: decoder layers.
         """
-        config = TableConfig(vocab_size, max_positions)
+        config = TableConfig(vocab_size, max_positions, layers)
         config._attn_implementation = "eager"
         super().__init__(config)
         self.seed, self.kind, self.sharpness = seed, kind, sharpness
         self._mix, self._avoid = mix, avoid
         self._laws: dict[int, NDArray[np.float64]] = {}
-        weights = np.random.default_rng(vocab_size * 1000 + max_positions).integers(
-            -(2**62), 2**62, config.hidden_size + 1
-        )
-        self._weights: NDArray[np.int64] = weights
         self.embed = nn.Embedding(vocab_size, config.hidden_size, dtype=torch.float64)
         self.embed.weight.data.copy_(torch.eye(vocab_size).repeat(1, max_positions))
         self.head = nn.Linear(config.hidden_size, vocab_size, bias=False, dtype=torch.float64)
         self.head.weight.data.copy_(self.embed.weight)
-        self.attention = TableAttention(config, 0)
+        self.decoder = TableDecoder(config, self.embed)
         self.requires_grad_(False)
         self.train(False)
 
@@ -148,37 +227,42 @@ class TableLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call
             input_ids: int64 [B, T].
             position_ids: int64 [B, T]; 0 .. T-1 unless given.
             logits_to_keep: rows of T, int64 [R], or how many of the last; 0 is all.
-            output_hidden_states: truthy returns both layers.
+            output_hidden_states: truthy returns all of them.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
                 input_ids
             )
-        width = self.config.vocab_size
-        place = torch.arange(self.config.hidden_size, device=input_ids.device) // width
-        value = self.embed(input_ids) * (place == position_ids[..., None])
-        mean = self.attention(value, **kwargs)
+        output = self.decoder(input_ids, position_ids, **kwargs)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self._logits(mean[:, keep], position_ids[:, keep])
-        hidden = (value, mean) if output_hidden_states else None
+        read = output.last_hidden_state[:, keep]
+        logits = self._logits(read, _last_position(self.config, read))
+        hidden = output.hidden_states if output_hidden_states else None
         return CausalLMOutputWithPast(logits=logits, hidden_states=hidden)
 
     def law(self, prefix: Sequence[int]) -> NDArray[np.float64]:
         """The law of the token after `prefix`, float64 [V], from the tokens themselves."""
+        weights = [1] * len(prefix)
+        for _ in range(self.config.num_hidden_layers - 1):
+            weights = [
+                int(_weight(self._key(prefix[:n], weights))) for n in range(1, len(prefix) + 1)
+            ]
+        return self._law(int(self._key(prefix, weights)))
+
+    def _key(self, prefix: Sequence[int], weights: Sequence[int]) -> np.int64:
+        """The hash of a prefix whose tokens have these weights."""
+        factors = _hash_weights(self.config.vocab_size, self.config.max_position_embeddings)
         counts = np.zeros(self.config.hidden_size, np.int64)
         for position, token in enumerate(prefix):
-            counts[position * self.config.vocab_size + token] = _RESOLUTION
+            place = position * self.config.vocab_size + token
+            counts[place] = _RESOLUTION * weights[position]
         with np.errstate(over="ignore"):
-            key = int(
-                (counts * self._weights[1:]).sum() + self._weights[0] * np.int64(len(prefix) - 1)
-            )
-        return self._law(key)
+            key: np.int64 = (counts * factors[1:]).sum() + factors[0] * np.int64(len(prefix) - 1)
+        return key
 
     def _logits(self, mean: Tensor, position: Tensor) -> Tensor:
-        """Logarithms of the laws of what was attended to, [B, R, H] -> [B, R, V]."""
-        weights = torch.from_numpy(self._weights).to(mean.device)
-        counts = (mean * (position + 1)[..., None] * _RESOLUTION).round().long()
-        keys = (counts * weights[1:]).sum(-1) + weights[0] * position
+        """Logarithms of the laws of what was attended to, [B, R, H] and [B, R] -> [B, R, V]."""
+        keys = _keys(self.config, mean, position)
         laws = np.array([self._law(key) for key in keys.reshape(-1).tolist()])
         rows = torch.from_numpy(laws.reshape(-1, self.config.vocab_size)).to(mean.device)
         return rows.log().view(*keys.shape, self.config.vocab_size)
