@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from specfw.errors import ConfigError
 from specfw.types import Guarantee, SamplingParams
 
 if TYPE_CHECKING:
@@ -125,6 +126,26 @@ class Requirements:
     """Indices into transformers' `hidden_states` (0 is the embedding output)."""
     top_k: int = 0
     """How many of the target's most likely tokens to hand over after every scored node; 0 for none."""
+    draft_layers: tuple[int, ...] = ()
+    """Layers of the target that drafts are run through, rising from 0; see `DraftBuilder.draft_states`."""
+
+    def __or__(self, other: Requirements) -> Requirements:
+        """All that either requires.
+
+        Raises:
+            ConfigError: both require draft layers, and not the same ones.
+        """
+        mine, theirs = self.draft_layers, other.draft_layers
+        if mine and theirs and mine != theirs:
+            raise ConfigError(
+                f"drafters: expected one set of draft layers for all that draft together, got "
+                f"{list(mine)} and {list(theirs)}; let them leave the target after the same layer"
+            )
+        return Requirements(
+            tuple(dict.fromkeys([*self.hidden_layers, *other.hidden_layers])),
+            max(self.top_k, other.top_k),
+            mine or theirs,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ forward over that row's own path. The mutants show that this one check sees each
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,8 +75,7 @@ class Drive:
         with self.memory.transaction() as transaction:
             segments = [self.propose(request, transaction) for request in self.live]
             self.most_groups = max(self.most_groups, len(pack(segments, self.runner.device).groups))
-            logits = self.runner.run(self.store, segments).logits
-            self.compare(logits)
+            self.compare(self.score(segments))
             moves = [self.keep(request, transaction) for request in self.live]
             source, target = (np.concatenate(side) for side in zip(*moves, strict=True))
             if len(source):
@@ -90,6 +89,9 @@ class Drive:
         if self.poison:
             self.poison_free_slots()
         self.memory.check()
+
+    def score(self, segments: Sequence[Segment]) -> torch.Tensor:
+        return self.runner.run(self.store, segments).logits
 
     def join(self) -> None:
         tokens = self.random_tokens(self.rng.choice([1, 2, 5, 9, 18, 40]))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +22,21 @@ from specfw.decoding.probabilities import SamplingBatch
 from specfw.decoding.random import Purpose, RandomSource, Site
 from specfw.errors import ContractError
 
-__all__ = ["DraftBuilder"]
+__all__ = ["DraftBuilder", "TargetLayers"]
 
 Handles = NDArray[np.int64]
 
 _NO_END = 1 << 30
+
+
+class TargetLayers(Protocol):
+    """The layers of the target that a drafter runs itself (`Requirements.draft_layers`)."""
+
+    def states(self, draft: Draft, requests: NDArray[np.int64], nodes: NDArray[np.int64]) -> Tensor:
+        """What they return for nodes of what has been drafted so far, [M, H], by row and place in it."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What the target's norm and head make of such states: [M, H] -> [M, V]."""
 
 
 class DraftBuilder:
@@ -47,6 +58,7 @@ class DraftBuilder:
         vocab_size: int,
         may_draw: Callable[[Tensor], Tensor | None] = lambda q: None,
         reach: Sequence[int] | None = None,
+        layers: TargetLayers | None = None,
     ) -> None:
         """Start with roots only.
 
@@ -59,11 +71,12 @@ class DraftBuilder:
             vocab_size: width of the target's logits rows.
             may_draw: the schedulers' stop rule, asked with each law q [M, V] before a draw.
             reach: how many positions the context has left behind each root; None for no end.
+            layers: the draft layers, where the drafter requires some.
         """
         self.limits = list(limits)
         self._draft = Draft.empty(root, start, seed)
         self._sampling, self._random, self._noise = sampling, random, noise
-        self._vocab_size, self._may_draw = vocab_size, may_draw
+        self._vocab_size, self._may_draw, self._layers = vocab_size, may_draw, layers
         self._capacity = 1 + max((limit.max_nodes for limit in limits), default=0)
         shape = (len(self.limits), self._capacity)
         self._count = np.ones(len(self.limits), np.int64)
@@ -167,6 +180,27 @@ class DraftBuilder:
         self._upload_guesses()
         index = torch.from_numpy(np.asarray(nodes, np.int64)).to(self._token.device)
         return self._token.view(-1).index_select(0, index)
+
+    def draft_states(self, nodes: Handles) -> Tensor:
+        """What the required draft layers of the target return for each node: float [M, H].
+
+        They are run, over all requests that `nodes` are in at once, for whatever was not yet run: the
+        committed tokens without KV, and nodes of any drafter. Verification does not run those again
+        that come first in the target without a gap.
+
+        Raises:
+            ContractError: the drafter requires no draft layers.
+        """
+        row, place = np.divmod(np.asarray(nodes, np.int64), self._capacity)
+        return self._need_layers().states(self._outline(), row, place)
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """What the target's own norm and head make of hidden states: float [M, H] -> [M, V].
+
+        Raises:
+            ContractError: the drafter requires no draft layers.
+        """
+        return self._need_layers().logits(states)
 
     def room(self, parents: Handles) -> NDArray[np.int64]:
         """How many children each node may still get, were it the only one to get any: [M]."""
@@ -274,22 +308,8 @@ class DraftBuilder:
 
     def build(self) -> Draft:
         """The finished draft, padded to its largest tree."""
-        self._upload_guesses()
-        nodes = int(self._count.max(initial=1))
-        index = np.arange(nodes)
-        return Draft(
-            token=self._token[:, :nodes],
-            parent=self._parent[:, :nodes],
-            rank=self._rank[:, :nodes],
-            depth=self._depth[:, :nodes],
-            valid=index < self._count[:, None],
-            kind=self._kind[:, :nodes],
-            qrow=self._qrow[:, :nodes],
-            qstore=torch.cat(self._laws) if self._laws else None,
-            drafter=self._drafter[:, :nodes],
-            start=self._draft.start,
-            seed=self._draft.seed,
-        )
+        laws = torch.cat(self._laws) if self._laws else None
+        return replace(self._outline(), qstore=laws)
 
     def as_drafter(self, index: int) -> DraftBuilder:
         """Note that nodes added from here on are the work of drafter `index` (for statistics).
@@ -303,6 +323,33 @@ class DraftBuilder:
     def handles_of(self, request: int, nodes: Sequence[int]) -> list[int]:
         """The handles of nodes of the finished draft."""
         return [request * self._capacity + node for node in nodes]
+
+    def _need_layers(self) -> TargetLayers:
+        if self._layers is None:
+            raise ContractError(
+                "draft: expected a drafter that requires draft layers, got one that does not; "
+                "set requires = Requirements(draft_layers=...)"
+            )
+        return self._layers
+
+    def _outline(self) -> Draft:
+        """The draft so far, without its laws."""
+        self._upload_guesses()
+        nodes = int(self._count.max(initial=1))
+        index = np.arange(nodes)
+        return Draft(
+            token=self._token[:, :nodes],
+            parent=self._parent[:, :nodes],
+            rank=self._rank[:, :nodes],
+            depth=self._depth[:, :nodes],
+            valid=index < self._count[:, None],
+            kind=self._kind[:, :nodes],
+            qrow=self._qrow[:, :nodes],
+            qstore=None,
+            drafter=self._drafter[:, :nodes],
+            start=self._draft.start,
+            seed=self._draft.seed,
+        )
 
     def _scores(self, parents: Handles, logits: Tensor, vocab: Tensor | None) -> Tensor:
         """Logits over the target's vocabulary after everything but temperature and filters: [M, V]."""

@@ -104,7 +104,9 @@ class PackedBatch:
     unpad: (
         Tensor | None
     )  # int64 [T], row of each token among all groups' padded queries; None: they are the same
-    first_token: Ints  # [B], packed row of each segment's first token (host)
+    first_token: Ints = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # [B], packed row of each segment's first token (host)
 
 
 def pack(

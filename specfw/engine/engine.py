@@ -35,13 +35,14 @@ from specfw.decoding.forced import guess_forced
 from specfw.decoding.grammar import Grammars
 from specfw.decoding.probabilities import NodeLaws, SamplingBatch
 from specfw.decoding.random import RandomSource
-from specfw.engine.batching import Segment
+from specfw.engine.layout import lay_out
 from specfw.engine.memory import KVMemory, Transaction
 from specfw.engine.model_runner import ModelRunner, Rows
 from specfw.engine.planning import Plan, Planner, Work
 from specfw.engine.prompt_logprobs import score_prompts, take_prompt_rows
 from specfw.engine.ranking import best_tokens, rank_rows
 from specfw.engine.requests import Request
+from specfw.engine.split_pass import DraftLayers, SplitModel
 from specfw.errors import CapacityError, ConfigError
 from specfw.types import FinishReason, Output, SamplingParams
 
@@ -155,6 +156,8 @@ class Engine:
         self.observers: list[Callable[[StepReport], None]] = []
         self._next_id = 0
         drafter.attach(info)
+        layers = drafter.requires.draft_layers
+        self._split = SplitModel(runner, layers) if layers else None
         for scheduler in schedulers:
             scheduler.attach(info)
 
@@ -214,9 +217,10 @@ class Engine:
         with self.memory.transaction() as memory:  # on any exit the invariant holds
             for work in plan.work:
                 memory.reserve(work.sequence, work.context + work.limits.max_nodes)
-            draft, builder, sampling = self._draft(plan.decoding)
+            layers = self._draft_layers(plan.work)
+            draft, builder, sampling = self._draft(plan.decoding, layers)
             clock.lap("draft")
-            rows = self._forward(plan.work, draft, builder.extras)
+            rows = self._forward(plan.work, draft, builder.extras, layers)
             clock.lap("forward")
             laws = NodeLaws(rows.logits, draft, sampling, rows.roots)
             outcome = self.verifier.verify(draft, laws, self.random)
@@ -242,7 +246,15 @@ class Engine:
             self._begin(request)
         return plan
 
-    def _draft(self, decoding: Sequence[Work]) -> tuple[Draft, DraftBuilder, SamplingBatch]:
+    def _draft_layers(self, work: Sequence[Work]) -> DraftLayers | None:
+        """The target's layers that this step's drafts go through, if the drafter requires some."""
+        if self._split is None:
+            return None
+        return DraftLayers(self._split, self.store, work, self.drafter.requires.hidden_layers)
+
+    def _draft(
+        self, decoding: Sequence[Work], layers: DraftLayers | None
+    ) -> tuple[Draft, DraftBuilder, SamplingBatch]:
         requests = [work.request for work in decoding]
         sampling = SamplingBatch([request.sampling for request in requests])
         root, start, seed = (
@@ -263,6 +275,7 @@ class Engine:
             self.info.vocab_size,
             self._may_draw,
             [self.max_length - len(request.tokens) for request in requests],
+            layers,
         )
         if any(work.limits.max_nodes for work in decoding):
             served, views, below = guess_forced(
@@ -277,31 +290,21 @@ class Engine:
         answers = [answer for s in self.schedulers if (answer := s.before_draw(q)) is not None]
         return torch.stack(answers).all(0) if answers else None
 
-    def _forward(self, work: Sequence[Work], draft: Draft, extras: Sequence[ExtraRows]) -> Rows:
-        """Score the context, the draft and the extra rows of every request in one pass."""
-        segments: list[Segment] = []
-        rows: list[
-            NDArray[np.int64]
-        ] = []  # packed rows of draft tokens, and where these are in the draft
-        places: list[NDArray[np.int64]] = []
-        first_row = b = 0
-        for item in work:
-            if item.decodes:
-                nodes = int(draft.sizes[b])
-                segments.append(_segment(item, draft.parent[b, 1:nodes], extras[b]))
-                rows.append(first_row + item.context + np.arange(nodes - 1))
-                places.append(b * draft.parent.shape[1] + np.arange(1, nodes))
-                b += 1
-            else:
-                segments.append(_chunk(item))
-            first_row += len(segments[-1].tokens)
-        index = np.concatenate([np.zeros(0, np.int64), *places])
-        tokens = draft.token.reshape(-1)[torch.from_numpy(index).to(draft.token.device)]
-        device_tokens = (np.concatenate([np.zeros(0, np.int64), *rows]), tokens)
+    def _forward(
+        self,
+        work: Sequence[Work],
+        draft: Draft,
+        extras: Sequence[ExtraRows],
+        layers: DraftLayers | None,
+    ) -> Rows:
+        """Score the context, the draft and the extra rows of every request in one pass, or what is left of it."""
+        segments, device_tokens = lay_out(work, draft, extras)
         score_prompts(work, segments)
-        scored = self.runner.run(
-            self.store, segments, device_tokens, self.drafter.requires.hidden_layers
-        )
+        if layers is None:
+            hidden = self.drafter.requires.hidden_layers
+            scored = self.runner.run(self.store, segments, device_tokens, hidden)
+        else:
+            scored = layers.target_pass.finish(segments, device_tokens)
         begins = take_prompt_rows(scored.logits, work, segments)
         return replace(scored, roots=begins[[item.decodes for item in work]])
 
@@ -509,32 +512,6 @@ def _token_ids(params: SamplingParams) -> dict[str, list[int]]:
         "begin_suppress_tokens": list(params.begin_suppress_tokens),
         "forced_eos_token_id": list(params.forced_eos_token_id),
     }
-
-
-def _chunk(work: Work) -> Segment:
-    """The context of a request as a chain, of which nothing is scored."""
-    sequence = work.sequence
-    tokens = np.array(work.request.tokens[sequence.n_kv : sequence.n_kv + work.context], np.int64)
-    return Segment(sequence, tokens, np.arange(-1, work.context - 1), np.zeros(0, np.int64))
-
-
-def _segment(work: Work, draft_parents: NDArray[np.int32], extra: ExtraRows) -> Segment:
-    """A chunk with the draft below its last token, and the extra rows, all scored."""
-    chunk, root = _chunk(work), work.context - 1
-    first_extra = work.context + len(draft_parents)
-    above = np.array(extra.parents, np.int64)
-    chunk.tokens = np.concatenate(
-        [chunk.tokens, np.full(len(draft_parents), -1), np.array(extra.tokens, np.int64)]
-    )
-    chunk.parents = np.concatenate(
-        [
-            chunk.parents,
-            root + draft_parents,
-            np.where(above < 0, root + ~above, first_extra + above),
-        ]
-    )
-    chunk.scored = np.arange(root, len(chunk.parents))
-    return chunk
 
 
 def _hidden_of(plan: Plan, rounds: Sequence[Round], rows: Rows) -> dict[int, list[Tensor]]:

@@ -22,7 +22,16 @@ from specfw.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from specfw.engine.model_runner import ModelRunner
 
-__all__ = ["attention_configs", "check_config", "longest_sequence", "probe"]
+__all__ = [
+    "TREE",
+    "attention_configs",
+    "check_config",
+    "logit_distance",
+    "longest_sequence",
+    "probe",
+    "probe_length",
+    "tolerance",
+]
 
 Ints = NDArray[np.int64]
 
@@ -129,7 +138,7 @@ def longest_sequence(model: Any) -> int:
     return longest
 
 
-_TREE = np.array([-1, 0, 0, 1])
+TREE = np.array([-1, 0, 0, 1])
 """A root, two children, and one grandchild below the first child."""
 _TREE_PATHS = ([0], [0, 1], [0, 2], [0, 1, 3])
 
@@ -146,8 +155,8 @@ def probe(runner: ModelRunner) -> float:
     name = type(runner.model).__name__
     random = np.random.default_rng(0)
     vocab_size = runner.model.config.get_text_config(decoder=True).vocab_size
-    prompt = random.integers(0, vocab_size, _probe_length(runner))
-    tree = random.integers(0, vocab_size, len(_TREE))
+    prompt = random.integers(0, vocab_size, probe_length(runner))
+    tree = random.integers(0, vocab_size, len(TREE))
     mate = random.integers(0, vocab_size, 5)
     expected = _stock_rows(runner, prompt, tree, mate).double()
     try:
@@ -159,8 +168,8 @@ def probe(runner: ModelRunner) -> float:
             f"{name}: expected a forward that takes packed tokens and position_ids, got {type(cause).__name__}: "
             f"{cause}; {_LIST_HINT}"
         ) from cause
-    error = _distance(packed, expected)
-    if not error <= _TOLERANCE.get(runner.dtype, 0.5):
+    error = logit_distance(packed, expected)
+    if not error <= tolerance(runner.dtype):
         raise UnsupportedModelError(
             f"{name}: expected the packed forward to equal the model's own, got logits that differ by {error:.2g} "
             f"standard deviations; {_LIST_HINT}"
@@ -168,11 +177,16 @@ def probe(runner: ModelRunner) -> float:
     return error
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest `logit_distance` that rounding explains."""
+    return _TOLERANCE.get(dtype, 0.5)
+
+
 _BANNED = 100.0
 """Logits this far below their row's best stand for impossible tokens; how far below does not count."""
 
 
-def _distance(packed: Tensor, expected: Tensor) -> float:
+def logit_distance(packed: Tensor, expected: Tensor) -> float:
     """The worst row's root mean square difference, in standard deviations of the possible tokens' logits."""
     if bool(packed.isnan().any() | expected.isnan().any()):
         return float("nan")
@@ -182,11 +196,11 @@ def _distance(packed: Tensor, expected: Tensor) -> float:
     return float(apart.square().mean(-1).sqrt().max() / scale.clamp_min(1e-9))
 
 
-def _probe_length(runner: ModelRunner) -> int:
+def probe_length(runner: ModelRunner) -> int:
     """Long enough to leave a small window, short enough for the context and for a quick start."""
     window = getattr(runner.model.config.get_text_config(decoder=True), "sliding_window", None) or 0
     length = window + 6 if 0 < window <= 64 else 24
-    return max(8, min(length, runner.max_length - len(_TREE)))
+    return max(8, min(length, runner.max_length - len(TREE)))
 
 
 def _packed_rows(runner: ModelRunner, prompt: Ints, tree: Ints, mate: Ints) -> Tensor:
@@ -208,7 +222,7 @@ def _packed_rows(runner: ModelRunner, prompt: Ints, tree: Ints, mate: Ints) -> T
     with memory.transaction() as transaction:
         transaction.reserve(sequence, len(tree))
         transaction.reserve(other, len(mate))
-        segments = [Segment(sequence, tree, _TREE, np.arange(len(tree))), _chain(other, mate)]
+        segments = [Segment(sequence, tree, TREE, np.arange(len(tree))), _chain(other, mate)]
         rows.append(runner.run(store, segments).logits)
     return torch.cat(rows)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specfw.engine import guards
 from specfw.engine.attention import ATTENTION, KVStore, StepContext, _current
-from specfw.engine.batching import Segment, pack
+from specfw.engine.batching import PackedBatch, Segment, pack
 from specfw.engine.prepack import PackedLinears
 
 __all__ = ["ModelRunner", "Rows"]
@@ -65,7 +65,14 @@ class ModelRunner:
         """Wall time of the last pass inside the model."""
         self.bytes_per_token = 0
         """KV bytes of one token over all layers; known after the probe."""
+        self.checked = check
+        """Whether the numeric probe was run."""
         self.probe_error = guards.probe(self) if check else float("nan")
+
+    @property
+    def min_rows(self) -> int:
+        """Rows that a pass is padded to."""
+        return self._linears.min_rows
 
     def new_store(self, num_slots: int) -> KVStore:
         """An empty KV store for this model."""
@@ -87,29 +94,50 @@ class ModelRunner:
             device_tokens: see `pack`.
             hidden: layers whose hidden states are wanted.
         """
-        batch = pack(segments, self.device, device_tokens, min_tokens=self._linears.min_rows)
-        step = StepContext(batch, store)
+        batch = self.pack(segments, device_tokens)
         extra: dict[str, Any] = {}
         if hidden:
             extra["output_hidden_states"] = list(hidden)
-        if self._keeps_logits:
-            extra["logits_to_keep"] = batch.scored
-        began = time.perf_counter()
-        with self._attached(step), self._linears.active():
-            output = self.model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                use_cache=False,
-                specfw_step=step,
-                **extra,
-            )
-        self.model_seconds = time.perf_counter() - began
-        logits = output.logits[0]
+        output = self.call(self.model, self._configs, StepContext(batch, store), **extra)
         return Rows(
-            logits=logits if self._keeps_logits else logits.index_select(0, batch.scored),
+            logits=self.scored_logits(output, batch),
             hidden={layer: output.hidden_states[layer][0] for layer in hidden},
             first_token=batch.first_token,
         )
+
+    def pack(
+        self, segments: Sequence[Segment], device_tokens: tuple[NDArray[np.int64], Tensor] | None
+    ) -> PackedBatch:
+        """The inputs of a pass over `segments`, with as many rows as the linear layers want at least."""
+        return pack(segments, self.device, device_tokens, min_tokens=self.min_rows)
+
+    def call(self, model: Any, configs: Sequence[Any], step: StepContext, **inputs: Any) -> Any:
+        """One forward of the model, or of a view of its layers, over a packed batch.
+
+        Args:
+            model: takes what the runner's own model takes.
+            configs: where its modules read their attention function from.
+            step: the batch and the KV.
+            inputs: further arguments.
+        """
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = step.batch.scored
+        began = time.perf_counter()
+        with _attached(configs, step), self._linears.active():
+            output = model(
+                input_ids=step.batch.input_ids,
+                position_ids=step.batch.position_ids,
+                use_cache=False,
+                specfw_step=step,
+                **inputs,
+            )
+        self.model_seconds = time.perf_counter() - began
+        return output
+
+    def scored_logits(self, output: Any, batch: PackedBatch) -> Tensor:
+        """The logits of a batch's scored rows, [R, V], whether or not the model computed only these."""
+        logits: Tensor = output.logits[0]
+        return logits if self._keeps_logits else logits.index_select(0, batch.scored)
 
     @torch.inference_mode()
     def stock_logits(self, tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
@@ -118,15 +146,17 @@ class ModelRunner:
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits
 
-    @contextmanager
-    def _attached(self, step: StepContext) -> Iterator[None]:
-        before = [config._attn_implementation_internal for config in self._configs]
-        token = _current.set(step)
-        for config in self._configs:
-            config._attn_implementation_internal = ATTENTION
-        try:
-            yield
-        finally:
-            for config, implementation in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = implementation
-            _current.reset(token)
+
+@contextmanager
+def _attached(configs: Sequence[Any], step: StepContext) -> Iterator[None]:
+    """Within, modules that read these configs attend over the step's KV."""
+    before = [config._attn_implementation_internal for config in configs]
+    token = _current.set(step)
+    for config in configs:
+        config._attn_implementation_internal = ATTENTION
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        _current.reset(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, count
@@ -30,6 +30,7 @@ __all__ = [
     "SchedulerFactories",
     "VerifierFactory",
     "build_engine",
+    "deep_enough",
     "forbids",
     "make_cases",
     "table_runner",
@@ -108,6 +109,8 @@ class Case:
     memory: MemoryCase = "plain"
     seed: int = 0
     """Names the target's table."""
+    layers: int = 1
+    """Layers of the target."""
 
     def paste(self) -> str:
         """This case as Python."""
@@ -115,7 +118,8 @@ class Case:
         params = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return (
             f"Case(SamplingParams({params}), kind={self.kind!r}, vocab_size={self.vocab_size}, "
-            f"horizon={self.horizon}, batch={self.batch}, memory={self.memory!r}, seed={self.seed})"
+            f"horizon={self.horizon}, batch={self.batch}, memory={self.memory!r}, seed={self.seed}, "
+            f"layers={self.layers})"
         )
 
     @property
@@ -186,13 +190,20 @@ def make_cases(
 
 
 @lru_cache(maxsize=64)
-def _table(kind: LawKind, vocab_size: int, seed: int) -> ModelRunner:
+def _table(kind: LawKind, vocab_size: int, seed: int, layers: int) -> ModelRunner:
     # Laws with zeros have infinite logits, which the numeric probe cannot compare.
-    return ModelRunner(TableLM(vocab_size, seed, kind), prepack=False, check=False)
+    model = TableLM(vocab_size, seed, kind, layers=layers)
+    return ModelRunner(model, prepack=False, check=False)
 
 
 def table_runner(case: Case) -> ModelRunner:
-    return _table(case.kind, case.vocab_size, case.seed)
+    return _table(case.kind, case.vocab_size, case.seed, case.layers)
+
+
+def deep_enough(case: Case, drafter: DrafterFactory) -> Case:
+    """The case with a target that has the layers which the drafter requires, and one above them."""
+    layers = drafter().requires.draft_layers
+    return replace(case, layers=max(case.layers, layers[-1] + 2)) if layers else case
 
 
 def build_engine(

@@ -25,6 +25,7 @@ from specfw.testing.cases import (
     SchedulerFactories,
     VerifierFactory,
     build_engine,
+    deep_enough,
     make_cases,
     table_runner,
 )
@@ -154,6 +155,7 @@ def certify(
         schedulers = [lambda: FixedScheduler(3, 2, 2)]
     if cases is None:
         cases = list(make_cases(settings, batch_sizes, memory_cases, kinds, sizes, seed))
+    cases = [deep_enough(case, drafter) for case in cases]
     guarantee = verifier().guarantee
     certificate = Certificate(guarantee)
     check = _Check(drafter, verifier, schedulers, guarantee)

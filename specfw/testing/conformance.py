@@ -38,7 +38,7 @@ from specfw.decoding.random import KeyedSource, RandomSource
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
 from specfw.engine.fixed import FixedScheduler
-from specfw.testing.cases import SETTINGS, Case, build_engine, table_runner
+from specfw.testing.cases import SETTINGS, Case, build_engine, deep_enough, table_runner
 from specfw.testing.certification import Certificate, certify
 from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
 from specfw.testing.table_model import TableTokenizer
@@ -150,6 +150,7 @@ class DrafterConformance(ABC):
         self, drafter: Drafter, case: Case = _LONG, schedulers: Sequence[Scheduler] = ()
     ) -> Engine:
         """An engine with this drafter and the case's requests, on a table model."""
+        case = deep_enough(case, self.make)
         factories = [lambda: FixedScheduler(4, 4, 2), *((lambda s=s: s) for s in schedulers)]
         return build_engine(case, lambda: drafter, CoupledVerifier, factories, KeyedSource())[0]
 
@@ -162,9 +163,8 @@ class DrafterConformance(ABC):
     def test_drafts_within_limits(self, limits: tuple[int, int, int]) -> None:
         """More nodes, extra rows, depth or width than allowed would not fit into the pass."""
         recorder = _Recorder(self.make())
-        case = _LONG
         engine = build_engine(
-            case,
+            deep_enough(_LONG, self.make),
             lambda: recorder,
             CoupledVerifier,
             [lambda: FixedScheduler(*limits)],

@@ -13,7 +13,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import or_
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -148,11 +150,7 @@ class Combinator(Drafter):
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
         """All that any of the drafters requires."""
-        each = [drafter.requires for drafter in self._drafters]
-        return Requirements(
-            hidden_layers=tuple(dict.fromkeys(i for one in each for i in one.hidden_layers)),
-            top_k=max(one.top_k for one in each),
-        )
+        return reduce(or_, (drafter.requires for drafter in self._drafters), Requirements())
 
     @property
     def reads_ahead(self) -> bool:  # type: ignore[override]
