@@ -50,6 +50,7 @@ _CONTRACT_MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("Component", "Options", "NestedDrafter", "NestedTarget"),
     ),
     "What drafters draw with": ("specfw.decoding.builder", ("DraftBuilder",)),
+    "How drafters are combined": ("specfw.combining", ("Combined", "Member")),
     "What verifiers walk": ("specfw.decoding.draft", ("Draft", "Kind")),
     "Where verifiers get p": ("specfw.decoding.probabilities", ("NodeLaws",)),
     "What schedulers decide with": (
@@ -338,10 +339,11 @@ _UNTOLD: Mapping[str, Mapping[str, str]] = {
         "max_time": "Seconds from submission, after which the next token ends the text.",
         "prompt_logprobs": "The same for the prompt's tokens, the first left out.",
         "logprobs": "Report the target's log-probability of each token, with this many alternatives.",
-        "speculation": "The request's own limits; see below.",
+        "speculation": "The request's own drafter and limits; see below.",
     },
     "SpeculationParams": {
         "enabled": "Whether to draft for this request.",
+        "drafter": "One of the pipeline's `drafters`, by its name there; null is its `drafter`.",
         "max_nodes": "Most draft nodes in a step; null leaves it to the pipeline.",
         "max_depth": "Most draft nodes on one path.",
         "max_width": "Most siblings.",

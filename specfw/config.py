@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ class BoundConfig:
 
     target: Bound[TargetLoader]
     drafter: Bound[Drafter]
+    drafters: Mapping[str, Bound[Drafter]]
     verifier: Bound[Verifier]
     scheduler: tuple[Bound[Scheduler], ...]
 
@@ -138,6 +140,11 @@ class PipelineConfig(BaseModel):
     drafter: Annotated[InstanceOf[Reference], _reference_field("none")] = Field(
         default_factory=lambda: Reference("none")
     )
+    drafters: Annotated[
+        Mapping[str, InstanceOf[Reference]],
+        WithJsonSchema({"type": "object", "additionalProperties": REFERENCE_SCHEMA, "default": {}}),
+    ] = Field(default_factory=dict)
+    """More drafters to hold ready, by names that requests can ask for (`speculation.drafter`)."""
     verifier: Annotated[InstanceOf[Reference], _reference_field("coupled")] = Field(
         default_factory=lambda: Reference("coupled")
     )
@@ -170,6 +177,16 @@ class PipelineConfig(BaseModel):
             accepted = list(type(self).model_fields)
             raise ConfigError(explain_validation_error("config", error, accepted)) from None
 
+    @model_validator(mode="after")
+    def _drafter_is_known(self) -> PipelineConfig:
+        name = self.sampling.speculation.drafter
+        if name is not None and name not in self.drafters:
+            raise ValueError(
+                f"sampling.speculation.drafter is {name!r}, which 'drafters' does not name (it has: "
+                f"{', '.join(self.drafters) or 'none'}); name it there, or leave it out"
+            )
+        return self
+
     def bind(self, manager: PluginManager) -> BoundConfig:
         """Look up every component and check its options; nothing is built or loaded.
 
@@ -180,6 +197,7 @@ class PipelineConfig(BaseModel):
         return BoundConfig(
             target=manager.bind("target", self._placed_target(manager)),
             drafter=manager.bind("drafter", self.drafter),
+            drafters={name: manager.bind("drafter", one) for name, one in self.drafters.items()},
             verifier=manager.bind("verifier", self.verifier),
             scheduler=tuple(manager.bind("scheduler", one) for one in self.scheduler),
         )
@@ -193,6 +211,7 @@ class PipelineConfig(BaseModel):
         return {
             "target": bound.target.settings(),
             "drafter": bound.drafter.settings(),
+            "drafters": {name: one.settings() for name, one in bound.drafters.items()},
             "verifier": bound.verifier.settings(),
             "scheduler": [one.settings() for one in bound.scheduler],
             "sampling": self.sampling.model_dump(mode="json"),
@@ -455,6 +474,17 @@ def _parse_schedulers(value: object) -> tuple[Reference, ...]:
     return tuple(parse_reference("scheduler", one) for one in several)
 
 
+def _parse_drafters(value: object) -> dict[str, Reference]:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(name, str) and re.fullmatch(r"[\w-]+", name) for name in value
+    ):
+        raise ConfigError(
+            "drafters: expected a mapping of names (letters, digits, '_' and '-') to drafters, such "
+            f"as {{'fast': 'ngram'}}, got {value!r}."
+        )
+    return {name: parse_reference("drafter", one) for name, one in value.items()}
+
+
 def _parse_section(section: type[BaseModel], value: object) -> object:
     """Built here, so that its error names its own keys."""
     return section(**value) if isinstance(value, Mapping) else value
@@ -463,6 +493,7 @@ def _parse_section(section: type[BaseModel], value: object) -> object:
 _PARSERS: Mapping[str, Callable[[Any], object]] = {
     "target": _parse_target,
     "drafter": partial(parse_reference, "drafter"),
+    "drafters": _parse_drafters,
     "verifier": partial(parse_reference, "verifier"),
     "scheduler": _parse_schedulers,
     "sampling": partial(_parse_section, SamplingParams),
@@ -470,11 +501,14 @@ _PARSERS: Mapping[str, Callable[[Any], object]] = {
 }
 
 _COMPONENTS: Mapping[str, Kind] = {
-    kind: kind for kind in CONTRACTS if kind in PipelineConfig.model_fields
+    **{kind: kind for kind in CONTRACTS if kind in PipelineConfig.model_fields},
+    "drafters": "drafter",
 }
+"""Sections that are references to components, or hold them, and of which kind."""
 _SECTIONS: Mapping[str, Any] = {
     "target": None,
     "drafter": "none",
+    "drafters": {},
     "verifier": "coupled",
     "scheduler": "fixed",
     "sampling": {},

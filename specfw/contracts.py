@@ -215,6 +215,11 @@ class Drafter(ABC):
     """Whether `propose` takes requests whose tokens go beyond the committed ones as given, for that call
     only, and so can continue what another drafter guessed."""
 
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """Drafts lost in drafters that this one is made of, by cause; what it raises itself is not among them."""
+        return {}
+
     def attach(self, target: TargetInfo) -> None:
         """Prepare for this target; called once before any request.
 

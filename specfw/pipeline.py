@@ -197,7 +197,7 @@ class Pipeline:
             self._closed = True
             self._abandoned.extend([*self.engine.planner.running, *self.engine.planner.waiting])
             self._cancel_abandoned()
-            self.engine.drafter.close()
+            self.engine.drafters.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -447,6 +447,7 @@ def _build_engine(config: PipelineConfig, target: LoadedTarget, bound: Any) -> E
         bound.verifier.build(),
         [one.build() for one in bound.scheduler],
         KeyedSource(),
+        drafters={name: one.build() for name, one in bound.drafters.items()},
         max_batch=settings.max_batch,
         max_step_tokens=settings.max_step_tokens,
         prefill_chunk=settings.prefill_chunk,

@@ -122,9 +122,13 @@ class _Params(BaseModel):
 
 
 class SpeculationParams(_Params):
-    """Per-request speculation: on or off, and tighter draft limits than the pipeline's."""
+    """Per-request speculation: on or off, by which drafter, and tighter draft limits than the pipeline's.
+
+    `drafter` is one of those that the pipeline holds ready under `drafters`; None is its `drafter`.
+    """
 
     enabled: bool = True
+    drafter: str | None = None
     max_nodes: Annotated[int, Field(ge=0)] | None = None
     max_depth: Annotated[int, Field(ge=0)] | None = None
     max_width: Annotated[int, Field(ge=1)] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -145,6 +145,7 @@ def make_engine(
     eos: Sequence[int] = (),
     tokenizer: Any = None,
     random: RandomSource | None = None,
+    drafters: Mapping[str, Drafter] | None = None,
     **sizes: int,
 ) -> Engine:
     """An engine on a runner, or on a tiny model by name; `draft` is nodes, depth and width."""
@@ -163,7 +164,15 @@ def make_engine(
     memory = KVMemory(blocks, block_size, prefix_cache)
     schedulers = [FixedScheduler(*draft)]
     return Engine(
-        runner, memory, info, drafter, verifier(), schedulers, random or KeyedSource(), **sizes
+        runner,
+        memory,
+        info,
+        drafter,
+        verifier(),
+        schedulers,
+        random or KeyedSource(),
+        drafters=drafters,
+        **sizes,
     )
 
 

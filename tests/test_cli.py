@@ -120,6 +120,17 @@ def test_generate_json_has_the_stable_keys_and_nothing_else_on_stdout(
     assert output["speculation"]["guarantee"] == "same-text"
 
 
+def test_generate_refuses_a_drafter_that_is_not_held_ready(
+    specfw: Command, checkpoint: str
+) -> None:
+    """A wrong name that means the default."""
+    arguments = ["--target", checkpoint, "--set", "drafters.fast=none", "--prompt", "a"]
+    wrong = specfw("generate", *arguments, "--draft-with", "fsat")
+    assert is_refusal(wrong)
+    assert "'fsat'" in wrong.err
+    assert "it has: fast" in wrong.err
+
+
 def test_every_option_of_generate_reaches_the_pipeline(
     specfw: Command, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +150,7 @@ def test_every_option_of_generate_reaches_the_pipeline(
         "--prompt", "abc", "--prompt", "de", "--raw",
         "--max-new-tokens", "4", "--temperature", "0.7", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01",
         "--stop", "x", "--stop", "yz", "--logprobs", "1", "--seed", "5", "--json",
+        "--set", "drafters.fast=none", "--draft-with", "fast",
     )  # fmt: skip
     outputs = specfw("generate", *arguments).json
     assert [one["seed"] for one in outputs] == [5, 5]
@@ -157,6 +169,7 @@ def test_every_option_of_generate_reaches_the_pipeline(
         "seed": 5,
     }
     config = seen["config"]
+    assert config["sampling"]["speculation"]["drafter"] == "fast"
     assert (config["verifier"]["name"], config["dtype"], config["engine"]["max_batch"]) == (
         "rejection",
         "float32",

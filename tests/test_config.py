@@ -207,6 +207,7 @@ def test_dtype_and_device_reach_the_target(manager: PluginManager) -> None:
 
 CHANGES = [
     ("drafter", "lookup"),
+    ("drafters", {"fast": "lookup(k=2)", "slow-one": {"name": "two-part", "k": 3}}),
     ("verifier", "rejection"),
     ("scheduler", "fixed(max_depth=2)"),
     ("sampling", {"temperature": 0.5}),
@@ -259,6 +260,12 @@ def test_B45_every_setting_shows_in_the_resolved_config(
         ({"engine": {"max_batch": True}}, ["engine", "max_batch", "integer", "True"]),
         ({"engine": {"max_batch": 0}}, ["engine", "max_batch", "greater than or equal to 1", "0"]),
         ({"engine": {"block_size": -4}}, ["engine", "block_size", "-4"]),
+        ({"drafters": "lookup"}, ["drafters: expected a mapping of names", "'lookup'"]),
+        ({"drafters": {"a.b": "lookup"}}, ["drafters: expected a mapping of names", "'a.b'"]),
+        (
+            {"drafters": {"fast": "lookup"}, "sampling": {"speculation": {"drafter": "fsat"}}},
+            ["sampling.speculation.drafter is 'fsat'", "it has: fast"],
+        ),
         ({"engine": {"prefix_cache": "maybe"}}, ["engine", "prefix_cache", "boolean", "'maybe'"]),
         ({"engine": 7}, ["engine", "dictionary", "7"]),
         ({"sampling": {"temprature": 1}}, ["'temprature'", "did you mean 'temperature'"]),
@@ -419,6 +426,12 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
             {"drafter": "compose(first=lookup(k=1))"},
             ["drafter.first.k=2"],
             {"drafter": {"name": "compose", "first": {"name": "lookup", "k": 2}}},
+        ),
+        ({}, ["drafters.fast=lookup"], {"drafters": {"fast": "lookup"}}),
+        (
+            {"drafters": {"fast": "lookup(k=1)", "slow": "two-part"}},
+            ["drafters.fast.max_nodes=2", "drafters.slow=none"],
+            {"drafters": {"fast": {"name": "lookup", "k": 1, "max_nodes": 2}, "slow": "none"}},
         ),
         ({}, ["sampling.stop=['a', \"b\"]"], {"sampling": {"stop": ["a", "b"]}}),
         ({}, ["target=odd: name #1"], {"target": "odd: name #1"}),

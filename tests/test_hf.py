@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 import specfw.hf
 from specfw.errors import CapacityError, ConfigError, ContractError, SpecfwError
 from specfw.integrations.hf_settings import Row, row_settings
+from specfw.types import SpeculationParams
 from tests.engine_kit import OracleDrafter
 from tests.tiny_models import CONTEXT, EOS, PAD, build, tiny, tiny_tokenizer
 
@@ -535,6 +536,25 @@ def test_a_broken_processor_gives_one_sentence(processor: Any, sentence: str) ->
         run(tiny("llama"), 1, {}, custom_generate=custom).tolist()
         == run(tiny("llama"), 1, {}).tolist()
     )
+
+
+def test_a_call_may_choose_its_drafter() -> None:
+    """A wish that is dropped between `generate` and specfw, or that builds the pipeline anew."""
+    model = tiny("llama")
+    custom = specfw.hf.custom_generate(
+        "none",
+        drafters={"lookup": "ngram"},
+        speculation=SpeculationParams(drafter="lookup"),
+    )
+    other = custom.carrying(speculation=SpeculationParams())
+    assert run(model, 3, {}, custom_generate=custom).tolist() == run(model, 3, {}).tolist()
+    assert all(output.speculation.drafted for output in custom.outputs)
+    assert run(model, 3, {}, custom_generate=other).tolist() == run(model, 3, {}).tolist()
+    assert not any(output.speculation.drafted for output in other.outputs)
+    assert custom._pipelines is other._pipelines
+    wrong = custom.carrying(speculation=SpeculationParams(drafter="x"))
+    with pytest.raises(ConfigError, match=r"held ready \(lookup\), got 'x'"):
+        run(model, 1, {}, custom_generate=wrong)
 
 
 def test_changed_weights_are_noticed() -> None:

@@ -18,6 +18,7 @@ PLUGIN_CODE = [path for path in PLUGINS if "tests" not in path.parts]
 PUBLIC_FACE = (
     "specfw",
     "specfw.acceptance",
+    "specfw.combining",
     "specfw.components",
     "specfw.contracts",
     "specfw.costs",

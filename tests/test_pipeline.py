@@ -103,6 +103,34 @@ class Watcher:
         self.outputs.append(output)
 
 
+# Drafters
+
+
+def test_requests_choose_among_the_drafters_held_ready(checkpoint: Path, plain: Pipeline) -> None:
+    """A name that has no effect, a drafter that is built late or never closed."""
+    oracle, expected = oracle_for(plain, SAMPLED, wrong_every=0)
+    never = Oracle({})
+    config = {
+        "target": str(checkpoint),
+        "dtype": "float32",
+        "drafter": never,
+        "drafters": {"oracle": oracle, "lookup": "ngram"},
+    }
+    wishes = [SpeculationParams(drafter=name) for name in ("oracle", None, "lookup")]
+    params = [SAMPLED.model_copy(update={"speculation": wish}) for wish in wishes]
+    with Pipeline.from_config(config) as pipeline:
+        outputs = pipeline.generate(PROMPTS[:3], params)
+        with pytest.raises(ConfigError, match=r"held ready \(oracle, lookup\), got 'x'"):
+            pipeline.generate("a", speculation=SpeculationParams(drafter="x"))
+        assert is_empty(pipeline)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected[:3]]
+    assert outputs[0].speculation.acceptance_rate == 1.0
+    assert outputs[1].speculation.drafted == 0
+    assert oracle.closed
+    assert never.closed
+    assert not oracle.running
+
+
 # Prompts, params and outputs
 
 

@@ -73,6 +73,15 @@ def test_a_given_scheduler_stays() -> None:
     assert PipelineConfig(target="demo", speculative_config=None).drafter.name == "none"
 
 
+def test_it_is_the_default_beside_named_drafters() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 9}
+    config = PipelineConfig(
+        target="demo", drafters={"off": "none", "other": "ngram"}, speculative_config=given
+    )
+    assert (config.drafter.name, config.drafter.options["max_nodes"]) == ("ngram", 9)
+    assert set(config.drafters) == {"off", "other"}
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no mapping": (5, r"expected a mapping .*got 5"),
     "method": (

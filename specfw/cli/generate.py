@@ -14,6 +14,7 @@ from specfw.cli.options import (
     Choices,
     ConfigFile,
     Drafter,
+    DraftWith,
     Dtype,
     Grammar,
     JsonOutput,
@@ -75,6 +76,7 @@ def command(
     ] = None,
     seed: Seed = None,
     show_accepted: ShowAccepted = False,
+    draft_with: DraftWith = None,
     target: Target = None,
     drafter: Drafter = None,
     verifier: Verifier = None,
@@ -99,9 +101,10 @@ def command(
         **structure(json_schema, regex, grammar, choice),
     )
     texts = _prompts(prompt, prompt_file)
+    own = [f"sampling.speculation.drafter={draft_with!r}"] if draft_with else []
     read = read_config(
         config,
-        overrides,
+        [*own, *(overrides or [])],
         target=target,
         drafter=drafter,
         verifier=verifier,

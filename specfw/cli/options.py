@@ -18,6 +18,7 @@ from specfw.types import Output
 __all__ = [
     "Choices",
     "ConfigFile",
+    "DraftWith",
     "Drafter",
     "Dtype",
     "Grammar",
@@ -46,6 +47,9 @@ Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely
 TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens only.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the smallest set of this mass.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the best one's.")]
+DraftWith = Annotated[
+    str | None, typer.Option(help="One of the config's `drafters`, by its name there.")
+]
 Seed = Annotated[int | None, typer.Option(help="The seed of all chance.")]
 JsonSchema = Annotated[
     str | None, typer.Option(help="Text that follows a JSON schema, given as a file or as JSON.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -101,8 +101,9 @@ class DraftBuilder:
         self._reach = [_NO_END] * len(self.limits) if reach is None else list(reach)
         self.extras = [ExtraRows() for _ in self.limits]
         """The extra rows of each request of the draft."""
-        self.non_finite = torch.zeros_like(root, dtype=torch.bool)
-        """bool [B]: requests for which a drafter handed over logits without a law."""
+        self._owner: Any = None
+        self.non_finite: dict[Any, Tensor] = {}
+        """By `on_behalf_of`: bool [B], requests for which logits without a law were handed over."""
 
     @property
     def roots(self) -> Handles:
@@ -141,6 +142,16 @@ class DraftBuilder:
             for limit, root in zip(limits, view._roots, strict=True)
         ]
         return view
+
+    def for_rows(self, rows: Sequence[int]) -> DraftBuilder:
+        """A builder of the same trees whose requests are these of this one's, with the same limits."""
+        return self.limited([self.limits[i] for i in rows], self.roots[list(rows)])
+
+    def on_behalf_of(self, owner: Any) -> DraftBuilder:
+        """This builder for `owner` (hashable), who answers for the logits that it is handed from then on."""
+        own = copy(self)
+        own._owner = owner
+        return own
 
     def leaves(self) -> Handles:
         """The nodes at or below the roots that have no children, [M]; of one request in draw order."""
@@ -363,7 +374,9 @@ class DraftBuilder:
         request = self._row_of(parents)
         bad = ~logits.amax(-1).isfinite()
         index = self._index(request)
-        self.non_finite |= torch.zeros_like(self._token[:, 0]).index_add(0, index, bad.long()) > 0
+        none = torch.zeros_like(self._token[:, 0])
+        known = self.non_finite.setdefault(self._owner, none > 0)
+        known |= none.index_add(0, index, bad.long()) > 0
         logits = torch.where(bad[:, None], 0, logits)
         depth = self._index(self._total_depth(parents))
         path = (

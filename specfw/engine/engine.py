@@ -6,12 +6,9 @@ committed tokens, and no draft slot is left.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +21,6 @@ from specfw.contracts import (
     Outcome,
     RankedRows,
     ReadChunk,
-    RequestView,
     Scheduler,
     TargetInfo,
     Verifier,
@@ -35,6 +31,7 @@ from specfw.decoding.forced import guess_forced
 from specfw.decoding.grammar import Grammars
 from specfw.decoding.probabilities import NodeLaws, SamplingBatch
 from specfw.decoding.random import RandomSource
+from specfw.engine.drafting import OwnDrafters
 from specfw.engine.layout import lay_out
 from specfw.engine.memory import KVMemory, Transaction
 from specfw.engine.model_runner import ModelRunner, Rows
@@ -47,8 +44,6 @@ from specfw.errors import CapacityError, ConfigError
 from specfw.types import FinishReason, Output, SamplingParams
 
 __all__ = ["Engine", "StepReport"]
-
-log = logging.getLogger("specfw")
 
 
 @dataclass(slots=True)
@@ -119,7 +114,7 @@ class _Clock:
 
 
 class Engine:
-    """Runs requests on one target with one drafter, one verifier and some schedulers."""
+    """Runs requests on one target with their drafters, one verifier and some schedulers."""
 
     def __init__(
         self,
@@ -131,35 +126,39 @@ class Engine:
         schedulers: Sequence[Scheduler],
         random: RandomSource,
         *,
+        drafters: Mapping[str, Drafter] | None = None,
         max_batch: int = 16,
         max_step_tokens: int = 512,
         prefill_chunk: int = 256,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Wire the parts; `clock` gives the time in seconds, which schedulers may learn from."""
+        """Wire the parts.
+
+        `drafters` are those that requests may name instead of `drafter`; `clock` gives the time in
+        seconds, which schedulers may learn from.
+        """
         self._clock = clock
         self.runner, self.memory, self.info = runner, memory, info
-        self.drafter, self.verifier, self.schedulers, self.random = (
-            drafter,
-            verifier,
-            schedulers,
-            random,
-        )
+        self.drafters = OwnDrafters(drafter, drafters or {})
+        self.verifier, self.schedulers, self.random = verifier, schedulers, random
         self.store = runner.new_store(memory.num_slots)
         self.planner = Planner(
             memory, schedulers, max_batch, max_step_tokens, prefill_chunk, verifier.supports_trees
         )
         self.grammars = Grammars(info)
         self.max_length = min(info.max_length, memory.num_blocks * memory.block_size)
-        self.faults: Counter[str] = Counter()
-        """Drafts lost, by cause; each cause is logged once."""
         self.observers: list[Callable[[StepReport], None]] = []
         self._next_id = 0
-        drafter.attach(info)
-        layers = drafter.requires.draft_layers
+        self.drafters.attach(info)
+        layers = self.drafters.requires.draft_layers
         self._split = SplitModel(runner, layers) if layers else None
         for scheduler in schedulers:
             scheduler.attach(info)
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """Drafts lost, by cause; each drafter logs each cause once."""
+        return self.drafters.faults
 
     @property
     def has_work(self) -> bool:
@@ -176,11 +175,12 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ConfigError: the prompt is empty or has ids outside the vocabulary, or its grammar
-                cannot be used.
+            ConfigError: the prompt is empty or has ids outside the vocabulary, its grammar cannot
+                be used, or no drafter has the name that it asks for.
             CapacityError: it does not fit into the context or the KV memory.
         """
         self._check_prompt(prompt, params)
+        self.drafters.check(params.speculation)
         room = self.max_length - len(prompt)
         if params.max_new_tokens > room:
             params = params.model_copy(update={"max_new_tokens": room})
@@ -250,7 +250,7 @@ class Engine:
         """The target's layers that this step's drafts go through, if the drafter requires some."""
         if self._split is None:
             return None
-        return DraftLayers(self._split, self.store, work, self.drafter.requires.hidden_layers)
+        return DraftLayers(self._split, self.store, work, self.drafters.requires.hidden_layers)
 
     def _draft(
         self, decoding: Sequence[Work], layers: DraftLayers | None
@@ -277,13 +277,8 @@ class Engine:
             [self.max_length - len(request.tokens) for request in requests],
             layers,
         )
-        if any(work.limits.max_nodes for work in decoding):
-            served, views, below = guess_forced(
-                requests, builder, sampling, self.drafter.reads_ahead
-            )
-            if served:
-                # What was drawn before a failure stays: dropping it could depend on what was drawn.
-                self._guard(self.drafter.propose, [requests[b] for b in served], views, below)
+        ahead = self.drafters.reads_ahead_of(requests)
+        self.drafters.propose(*guess_forced(requests, builder, sampling, ahead))
         return builder.build(), builder, sampling
 
     def _may_draw(self, q: Tensor) -> Tensor | None:
@@ -301,7 +296,7 @@ class Engine:
         segments, device_tokens = lay_out(work, draft, extras)
         score_prompts(work, segments)
         if layers is None:
-            hidden = self.drafter.requires.hidden_layers
+            hidden = self.drafters.requires.hidden_layers
             scored = self.runner.run(self.store, segments, device_tokens, hidden)
         else:
             scored = layers.target_pass.finish(segments, device_tokens)
@@ -319,10 +314,9 @@ class Engine:
         memory: Transaction,
     ) -> list[Round]:
         """Keep what was accepted, cut at the first stop; the KV of everything else is gone afterwards."""
-        columns = torch.stack(
-            [outcome.node, outcome.next_token, laws.failed_at, builder.non_finite.long()], 1
-        )
-        top = best_tokens(rows.logits, self.drafter.requires.top_k or int(any(builder.extras)))
+        faulty = [rows.long() for rows in builder.non_finite.values()]
+        columns = torch.stack([outcome.node, outcome.next_token, laws.failed_at, *faulty], 1)
+        top = best_tokens(rows.logits, self.drafters.requires.top_k or int(any(builder.extras)))
         # the step's one synchronisation
         decided, best = _fetch(torch.cat([columns, draft.token], 1), top)
         paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
@@ -357,10 +351,12 @@ class Engine:
         laws: NodeLaws,
     ) -> Round:
         """Emit what request `b` got, and count it."""
-        next_token, failed_at, non_finite = (int(value) for value in decided[1:4])
-        tokens = [*(int(token) for token in decided[4:][path]), next_token]
-        if non_finite:
-            self._stop_drafting(request, "handed over NaN or infinite logits")
+        columns = 3 + len(builder.non_finite)
+        _, next_token, failed_at, *faulty = decided[:columns].tolist()
+        tokens = [*decided[columns:][path].tolist(), next_token]
+        for drafter, is_faulty in zip(builder.non_finite, faulty, strict=True):
+            if is_faulty:
+                drafter.stop(request, "handed over NaN or infinite logits")
         # As in plain decoding, what comes before a failure is emitted, and it may end the request.
         lawful, failure = self._failure(b, request, failed_at, laws)
         taken, ends = request.emit(tokens[:lawful], len(path))
@@ -406,7 +402,7 @@ class Engine:
             drafted=[round.drafted for _, round in told],
             hidden=_hidden_of(plan, rounds, rows),
             chunks=_chunks_of(plan, rows),
-            ranked=[round.ranked[0] for _, round in told] if self.drafter.requires.top_k else (),
+            ranked=[round.ranked[0] for _, round in told] if self.drafters.requires.top_k else (),
             extra=[round.ranked[1] for _, round in told] if any(builder.extras) else (),
             tested=[round.tested for _, round in told],
             ranks=[draft.rank[b, round.kept].tolist() for b, round in told],
@@ -414,7 +410,7 @@ class Engine:
             rows=_rows_scored(plan, rounds),
             seconds=dict(seconds),
         )
-        self._guard(self.drafter.observe, feedback.requests, feedback)
+        self.drafters.observe(feedback)
         for scheduler in self.schedulers:
             scheduler.observe(feedback)
 
@@ -425,31 +421,12 @@ class Engine:
 
     def _begin(self, request: Request) -> None:
         request.begun = True
-        self._guard(self.drafter.begin, [request], request)
+        self.drafters.begin(request)
 
     def _end(self, request: Request) -> None:
         if request.begun:
             request.begun = False
-            self._guard(self.drafter.end, [request], request)
-
-    def _guard(
-        self, call: Callable[..., None], requests: Sequence[RequestView], *arguments: Any
-    ) -> None:
-        """Call the drafter; if it raises, `requests` go on without drafts."""
-        try:
-            call(*arguments)
-        except Exception as error:
-            log.debug("drafter failed", exc_info=True)
-            for request in requests:
-                self._stop_drafting(request, f"raised {type(error).__name__}: {error}")
-
-    def _stop_drafting(self, request: RequestView, why: str) -> None:
-        assert isinstance(request, Request)
-        request.drafting = False
-        name = type(self.drafter).__name__
-        if not self.faults[why]:
-            log.warning("drafter %s %s; requests hit by this go on without drafts", name, why)
-        self.faults[why] += 1
+            self.drafters.end(request)
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not len(prompt):

@@ -20,7 +20,7 @@ from specfw.contracts import LoadedTarget, TargetLoader
 from specfw.errors import CapacityError, ConfigError, ContractError
 from specfw.integrations.hf_settings import Row, row_settings
 from specfw.pipeline import Pipeline
-from specfw.types import Output, SamplingParams
+from specfw.types import Output, SamplingParams, SpeculationParams
 
 __all__ = ["CustomGenerate", "custom_generate", "generate"]
 
@@ -44,6 +44,7 @@ class CustomGenerate:
         seed: int | None = None,
         tokenizer: Any = None,
         streamer: Any = None,
+        speculation: SpeculationParams | None = None,
         plugins: Iterable[object] = (),
     ) -> None:
         """See `custom_generate`."""
@@ -54,17 +55,24 @@ class CustomGenerate:
             )
         self._config = dict(config)
         self._seed, self._tokenizer, self._streamer = seed, tokenizer, streamer
+        self._speculation = speculation or SpeculationParams()
         self._plugins = tuple(plugins)
         self._most_rows = EngineConfig(**config.get("engine", {})).max_batch
         self._pipelines: dict[Any, _Attached] = {}
         self.outputs: list[Output] = []
         """What specfw says of each row of the last call: text ids, why it ended, speculation."""
 
-    def carrying(self, tokenizer: Any = None, streamer: Any = None) -> CustomGenerate:
+    def carrying(
+        self,
+        tokenizer: Any = None,
+        streamer: Any = None,
+        speculation: SpeculationParams | None = None,
+    ) -> CustomGenerate:
         """The same, with the same pipelines, and with what `generate` does not hand on."""
         other = copy(self)
         other._tokenizer = tokenizer if tokenizer is not None else self._tokenizer
         other._streamer = streamer if streamer is not None else self._streamer
+        other._speculation = speculation or self._speculation
         return other
 
     def __call__(
@@ -94,7 +102,7 @@ class CustomGenerate:
         params = [
             row_settings(
                 row, logits_processor, stopping_criteria, bool(generation_config.do_sample), seed
-            )
+            ).model_copy(update={"speculation": self._speculation})
             for row, seed in zip(rows, self._seeds(len(rows)), strict=True)
         ]
         pipeline = self._pipeline(model, rows, params)
@@ -181,6 +189,7 @@ def custom_generate(
     seed: int | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
+    speculation: SpeculationParams | None = None,
     plugins: Iterable[object] = (),
     **config: Any,
 ) -> CustomGenerate:
@@ -192,12 +201,19 @@ def custom_generate(
             generator, so that `torch.manual_seed` makes runs repeatable.
         tokenizer: the model's, for drafters that need one.
         streamer: gets the prompt and then every step's tokens; `generate` does not hand its own on.
+        speculation: the rows' own wishes, such as one of the config's `drafters` by name;
+            `carrying(speculation=...)` changes them for a call, with the same pipeline.
         plugins: plugin modules or objects besides the installed ones.
         **config: other keys of `PipelineConfig`, such as `engine`.
     """
     settings = {"drafter": drafter, "verifier": verifier, "scheduler": scheduler, **config}
     return CustomGenerate(
-        settings, seed=seed, tokenizer=tokenizer, streamer=streamer, plugins=plugins
+        settings,
+        seed=seed,
+        tokenizer=tokenizer,
+        streamer=streamer,
+        speculation=speculation,
+        plugins=plugins,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, count
-from typing import Literal
+from typing import Any, Literal
 
 from specfw.contracts import Drafter, Scheduler, TargetInfo, Verifier
 from specfw.decoding.random import RandomSource
@@ -111,6 +111,8 @@ class Case:
     """Names the target's table."""
     layers: int = 1
     """Layers of the target."""
+    drafters: tuple[str | None, ...] = (None,)
+    """Whom the requests ask to draft for them, in turn."""
 
     def paste(self) -> str:
         """This case as Python."""
@@ -119,7 +121,7 @@ class Case:
         return (
             f"Case(SamplingParams({params}), kind={self.kind!r}, vocab_size={self.vocab_size}, "
             f"horizon={self.horizon}, batch={self.batch}, memory={self.memory!r}, seed={self.seed}, "
-            f"layers={self.layers})"
+            f"layers={self.layers}, drafters={self.drafters!r})"
         )
 
     @property
@@ -143,16 +145,19 @@ class Case:
         others = [params for params in SETTINGS.values() if params != self.params]
         chosen = [self.params if i == self.watched else others[i] for i in range(self.batch)]
         return [
-            (prompt, _limited(params, self.horizon, WATCHED if i == self.watched else 100 + i))
+            (prompt, self._own(params, i))
             for i, (prompt, params) in enumerate(zip(self.prompts, chosen, strict=True))
         ]
 
-
-def _limited(params: SamplingParams, horizon: int, seed: int) -> SamplingParams:
-    minimum = min(params.min_new_tokens, horizon)
-    return params.model_copy(
-        update={"max_new_tokens": horizon, "min_new_tokens": minimum, "seed": seed}
-    )
+    def _own(self, params: SamplingParams, place: int) -> SamplingParams:
+        own: dict[str, Any] = {
+            "max_new_tokens": self.horizon,
+            "min_new_tokens": min(params.min_new_tokens, self.horizon),
+            "seed": WATCHED if place == self.watched else 100 + place,
+        }
+        if (drafter := self.drafters[place % len(self.drafters)]) is not None:
+            own["speculation"] = params.speculation.model_copy(update={"drafter": drafter})
+        return params.model_copy(update=own)
 
 
 def forbids(params: SamplingParams) -> bool:
@@ -213,8 +218,12 @@ def build_engine(
     schedulers: SchedulerFactories,
     source: RandomSource,
     seed: int | None = None,
+    drafters: Mapping[str, DrafterFactory] | None = None,
 ) -> tuple[Engine, list[Request]]:
-    """An engine for the case with its requests queued; `seed` replaces the watched request's."""
+    """An engine for the case with its requests queued; `seed` replaces the watched request's.
+
+    `drafters` are those that the case's requests may ask for by name.
+    """
     runner = table_runner(case)
     tokenizer = TableTokenizer(case.vocab_size)
     info = TargetInfo(
@@ -237,6 +246,7 @@ def build_engine(
         verifier(),
         [make() for make in schedulers],
         source,
+        drafters={name: make() for name, make in (drafters or {}).items()},
         prefill_chunk=chunk,
         clock=_steady_clock(),
     )

@@ -137,6 +137,7 @@ def certify(
     sizes: Sequence[tuple[int, int]] = ((3, 2), (2, 3), (3, 3)),
     seed: int = 0,
     cases: Sequence[Case] | None = None,
+    drafters: Mapping[str, DrafterFactory] | None = None,
     tolerance: float = 1e-9,
     progress: Callable[[int, int, Case], None] | None = None,
 ) -> Certificate:
@@ -148,6 +149,7 @@ def certify(
         drafter, verifier, schedulers: make the components, anew for each run.
         settings, batch_sizes, memory_cases, kinds, sizes, seed: see `make_cases`.
         cases: these cases instead.
+        drafters: those that the cases' requests ask for by name.
         tolerance: largest total variation that rounding explains.
         progress: called before each case with its number, how many there are, and the case.
     """
@@ -158,7 +160,7 @@ def certify(
     cases = [deep_enough(case, drafter) for case in cases]
     guarantee = verifier().guarantee
     certificate = Certificate(guarantee)
-    check = _Check(drafter, verifier, schedulers, guarantee)
+    check = _Check(drafter, verifier, schedulers, guarantee, drafters)
     worst: Case | None = None
     for number, case in enumerate(cases):
         if progress is not None:
@@ -175,11 +177,15 @@ def certify(
 
 
 def enumerate_case(
-    case: Case, drafter: DrafterFactory, verifier: VerifierFactory, schedulers: SchedulerFactories
+    case: Case,
+    drafter: DrafterFactory,
+    verifier: VerifierFactory,
+    schedulers: SchedulerFactories,
+    drafters: Mapping[str, DrafterFactory] | None = None,
 ) -> Enumerated:
     """The law of what the case's watched request emits."""
     return output_law(
-        lambda source: build_engine(case, drafter, verifier, schedulers, source),
+        lambda source: build_engine(case, drafter, verifier, schedulers, source, drafters=drafters),
         watch=WATCHED,
         index=case.watched,
     )
@@ -194,17 +200,19 @@ class _Check:
         verifier: VerifierFactory,
         schedulers: SchedulerFactories,
         guarantee: Guarantee,
+        drafters: Mapping[str, DrafterFactory] | None = None,
     ) -> None:
+        self._named = drafters or {}
         self._drafter, self._verifier, self._schedulers = drafter, verifier, schedulers
         self._same_text = guarantee == "same-text"
 
     def laws(self, case: Case) -> tuple[Law, Enumerated]:
         """The law expected and the one found; texts that differ from plain decoding's replace them."""
-        seen = enumerate_case(case, self._drafter, self._verifier, self._schedulers)
+        seen = enumerate_case(case, self._drafter, self._verifier, self._schedulers, self._named)
         if self._same_text:
             for seed in range(_KEYED_RUNS):
                 plain, text = (
-                    self._text(case, seed, NoDrafter),
+                    self._text(replace(case, drafters=(None,)), seed, NoDrafter),
                     self._text(case, seed, self._drafter),
                 )
                 if plain != text:
@@ -218,7 +226,7 @@ class _Check:
 
     def _text(self, case: Case, seed: int, drafter: DrafterFactory) -> Emission:
         engine, requests = build_engine(
-            case, drafter, self._verifier, self._schedulers, KeyedSource(), seed
+            case, drafter, self._verifier, self._schedulers, KeyedSource(), seed, self._named
         )
         while engine.has_work:
             engine.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from specfw.components import Bound
@@ -24,7 +25,7 @@ def certify_config(
     deep: bool = False,
     progress: Callable[[int, int, Case], None] | None = None,
 ) -> Certificate:
-    """Certify a config's drafter, verifier and schedulers together.
+    """Certify each of a config's drafters with its verifier and schedulers together.
 
     The target is a table model in each case, and so is every draft model.
 
@@ -37,7 +38,7 @@ def certify_config(
     Raises:
         ConfigError: a component refuses its options or the table target.
     """
-    drafter = manager.bind("drafter", config.drafter)
+    drafters = [manager.bind("drafter", d) for d in (config.drafter, *config.drafters.values())]
     verifier = manager.bind("verifier", config.verifier)
     schedulers = [manager.bind("scheduler", one).build for one in config.scheduler]
     sizes = _DEEP_SIZES if deep else _SIZES
@@ -46,10 +47,12 @@ def certify_config(
         cases += make_cases(sizes=sizes, batch_sizes=(3, 1), seed=1000)
     certificate: Certificate | None = None
     done = 0
-    for vocab_size in sorted({case.vocab_size for case in cases}):
+    total = len(cases) * len(drafters)
+    sizes_used = sorted({case.vocab_size for case in cases})
+    for drafter, vocab_size in product(drafters, sizes_used):
         same_size = [case for case in cases if case.vocab_size == vocab_size]
         on_table = on_tables(drafter, manager, vocab_size)
-        report = None if progress is None else _shifted(progress, done, len(cases))
+        report = None if progress is None else _shifted(progress, done, total)
         part = certify(on_table.build, verifier.build, schedulers, cases=same_size, progress=report)
         certificate = part if certificate is None else certificate.merged(part)
         done += len(same_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -66,6 +66,11 @@ class _Recorder(Drafter):
     def requires(self) -> Requirements:  # type: ignore[override]
         """The drafter's, which it may know only once it is attached."""
         return self.inner.requires
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """Those of drafters that the drafter is made of."""
+        return self.inner.faults
 
     def attach(self, target: TargetInfo) -> None:
         self.inner.attach(target)

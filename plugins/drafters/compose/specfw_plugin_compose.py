@@ -11,27 +11,22 @@ import time
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import accumulate, pairwise
-from operator import or_
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from specfw.combining import Combined
 from specfw.components import Component, NestedDrafter, Options
 from specfw.contracts import (
     API_VERSION,
     Drafter,
     DraftLimits,
     Feedback,
-    RankedRows,
     RequestAhead,
     RequestView,
-    Requirements,
-    TargetInfo,
 )
 from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Bandit",
     "BanditOptions",
-    "Combinator",
     "CombinedOptions",
     "Extend",
     "First",
@@ -141,84 +135,21 @@ class BanditOptions(CombinedOptions):
         return self
 
 
-class Combinator(Drafter):
-    """A drafter made of others, which all follow every request."""
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = list(drafters)
-
-    @property
-    def requires(self) -> Requirements:  # type: ignore[override]
-        """All that any of the drafters requires."""
-        return reduce(or_, (drafter.requires for drafter in self._drafters), Requirements())
-
-    @property
-    def reads_ahead(self) -> bool:  # type: ignore[override]
-        """Whether all of the drafters take tokens beyond the observed ones as given for one call only."""
-        return all(drafter.reads_ahead for drafter in self._drafters)
-
-    def attach(self, target: TargetInfo) -> None:
-        for drafter in self._drafters:
-            drafter.attach(target)
-
-    def begin(self, request: RequestView) -> None:
-        for drafter in self._drafters:
-            drafter.begin(request)
-
-    def observe(self, feedback: Feedback) -> None:
-        for drafter in self._drafters:
-            drafter.observe(_narrowed(feedback, drafter.requires.top_k))
-
-    def end(self, request: RequestView) -> None:
-        with ExitStack() as stack:  # one that fails keeps no other from letting go
-            for drafter in reversed(self._drafters):
-                stack.callback(drafter.end, request)
-
-    def close(self) -> None:
-        with ExitStack() as stack:
-            for drafter in reversed(self._drafters):
-                stack.callback(drafter.close)
-
-    def _propose_for(
-        self,
-        index: int,
-        rows: Sequence[int],
-        requests: Sequence[RequestView],
-        builder: DraftBuilder,
-    ) -> DraftBuilder:
-        """Let one drafter draft for some of the requests, within the builder's limits."""
-        view = builder.limited([builder.limits[i] for i in rows], builder.roots[list(rows)])
-        chosen = [requests[i] for i in rows]
-        self._drafters[index].propose(chosen, view.as_drafter(index))
-        return view
-
-
-def _narrowed(feedback: Feedback, top_k: int) -> Feedback:
-    """The feedback with as many ranked tokens as one drafter requires."""
-
-    def first(count: int, ranked: Sequence[RankedRows]) -> list[RankedRows]:
-        return [RankedRows(rows.tokens, rows.parents, rows.top[:, :count]) for rows in ranked]
-
-    return replace(
-        feedback,
-        ranked=first(top_k, feedback.ranked) if top_k else (),
-        extra=first(max(top_k, 1), feedback.extra),
-    )
-
-
-class First(Combinator):
+class First(Combined):
     """For each request, the draft of the first drafter that has one."""
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         waiting = [i for i, limit in enumerate(builder.limits) if limit.max_nodes]
-        for index in range(len(self._drafters)):
+        for index, member in enumerate(self.members):
             if not waiting:
                 return
-            added = self._propose_for(index, waiting, requests, builder).added
+            view = builder.for_rows(waiting)
+            member.propose([requests[i] for i in waiting], view.as_drafter(index))
+            added = view.added
             waiting = [i for i, nodes in zip(waiting, added, strict=True) if not nodes]
 
 
-class _Sharing(Combinator):
+class _Sharing(Combined):
     """Drafters that add to one tree, one after the other."""
 
     def __init__(self, drafters: Sequence[Drafter], shares: Sequence[float] | None = None) -> None:
@@ -240,12 +171,12 @@ class Merge(_Sharing):
     """One tree from all drafters; a guess that is there already is gone through, not doubled."""
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
-        for index, drafter in enumerate(self._drafters):
+        for index, member in enumerate(self.members):
             limits = [
                 replace(limit, max_nodes=nodes)
                 for limit, nodes in zip(builder.limits, self._budgets(index, builder), strict=True)
             ]
-            drafter.propose(requests, builder.limited(limits).as_drafter(index))
+            member.propose(requests, builder.limited(limits).as_drafter(index))
 
 
 class Extend(_Sharing):
@@ -261,20 +192,20 @@ class Extend(_Sharing):
             ConfigError: a drafter after the first cannot draft after tokens that are only guessed.
         """
         super().__init__(drafters, shares)
-        for drafter in self._drafters[1:]:
+        for drafter in drafters[1:]:
             if not drafter.reads_ahead:
                 raise ConfigError(
                     f"drafter extend: expected drafters after the first that read ahead (reads_ahead is "
-                    f"true), as suffix and recycling do, got {type(drafter).__name__}, whose state "
+                    f"true), as ngram, suffix and recycling do, got {type(drafter).__name__}, whose state "
                     "would take guesses for text; put it first, or use merge"
                 )
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
-        for index, drafter in enumerate(self._drafters):
+        for index, member in enumerate(self.members):
             leaves = _Leaves(requests, builder, self._budgets(index, builder))
             if leaves.requests:
                 view = builder.limited(leaves.limits, np.array(leaves.nodes, np.int64))
-                drafter.propose(leaves.requests, view.as_drafter(index))
+                member.propose(leaves.requests, view.as_drafter(index))
 
 
 class _Leaves:
@@ -312,7 +243,7 @@ class _Leaves:
                 self.limits.append(DraftLimits(part, part, part))
 
 
-class _Choosing(Combinator):
+class _Choosing(Combined):
     """For each request one of the drafters, chosen before anything is drafted."""
 
     @abstractmethod
@@ -321,10 +252,11 @@ class _Choosing(Combinator):
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         chosen = self._choose(requests, builder)
-        for index in range(len(self._drafters)):
+        for index, member in enumerate(self.members):
             rows = [i for i, choice in enumerate(chosen) if choice == index]
             if rows:
-                self._propose_for(index, rows, requests, builder)
+                view = builder.for_rows(rows).as_drafter(index)
+                member.propose([requests[i] for i in rows], view)
 
 
 class Route(_Choosing):

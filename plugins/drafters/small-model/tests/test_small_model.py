@@ -138,8 +138,8 @@ def run(engine: Engine) -> None:
             break
         engine.step()
         engine.memory.check()
-        if isinstance(engine.drafter, SmallModelDrafter):
-            engine.drafter._memory.check()
+        if isinstance(drafter := engine.drafters.default, SmallModelDrafter):
+            drafter._memory.check()
     assert not engine.has_work
 
 
