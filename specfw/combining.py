@@ -44,22 +44,26 @@ class Member:
         self._stopped: set[int] = set()
 
     def begin(self, request: RequestView) -> None:
-        self._guard(self.drafter.begin, [request], request)
+        self.guard(self.drafter.begin, [request], request)
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         """Let the drafter draft for those of `requests` with which nothing went wrong."""
-        rows = [i for i, request in enumerate(requests) if request.id not in self._stopped]
+        rows = [i for i, request in enumerate(requests) if self.serves(request)]
         if len(rows) < len(requests):
             requests, builder = [requests[i] for i in rows], builder.for_rows(rows)
         # What was drawn before a failure stays: dropping it could depend on what was drawn.
-        self._guard(self.drafter.propose, requests, requests, builder.on_behalf_of(self))
+        self.guard(self.drafter.propose, requests, requests, builder.on_behalf_of(self))
 
     def observe(self, feedback: Feedback) -> None:
-        self._guard(self.drafter.observe, feedback.requests, feedback)
+        self.guard(self.drafter.observe, feedback.requests, feedback)
 
     def end(self, request: RequestView) -> None:
-        self._guard(self.drafter.end, [request], request)
+        self.guard(self.drafter.end, [request], request)
         self._stopped.discard(request.id)
+
+    def serves(self, request: RequestView) -> bool:
+        """Whether nothing went wrong for this request yet."""
+        return request.id not in self._stopped
 
     def stop(self, request: RequestView, why: str) -> None:
         """Have nothing more drafted for a request; the first time, say why."""
@@ -73,7 +77,7 @@ class Member:
     def _leave_out(self, request: RequestView) -> None:
         self._stopped.add(request.id)
 
-    def _guard(
+    def guard(
         self, call: Callable[..., None], requests: Sequence[RequestView], *arguments: Any
     ) -> None:
         """Call the drafter; if it raises, `requests` go on without its drafts."""

@@ -41,6 +41,7 @@ __all__ = [
     "Requirements",
     "Scheduler",
     "SchedulerView",
+    "Scorer",
     "TargetInfo",
     "TargetLoader",
     "Trained",
@@ -247,6 +248,21 @@ class Drafter(ABC):
 
     def close(self) -> None:
         """The pipeline is closed."""
+
+
+class Scorer(Drafter):
+    """A drafter with a model that can also score what another drafter drafted for it."""
+
+    @abstractmethod
+    def score(
+        self, requests: Sequence[RequestView], draft: Draft
+    ) -> tuple[torch.Tensor, Sequence[bool]]:
+        """Run the model over the committed tokens and a draft, row i of it for `requests[i]`.
+
+        Returns:
+            The logits after every node, request by request in index order, float [R, V] with the
+            target's V, and for each request whether it was scored; rows of others are arbitrary.
+        """
 
 
 @dataclass(slots=True)

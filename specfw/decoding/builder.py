@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specfw.contracts import DraftLimits
+from specfw.decoding.coupled import CoupledVerifier
 from specfw.decoding.draft import Draft, ExtraRows, Kind
-from specfw.decoding.probabilities import SamplingBatch
-from specfw.decoding.random import Purpose, RandomSource, Site
+from specfw.decoding.probabilities import NodeLaws, SamplingBatch
+from specfw.decoding.random import InnerSource, Purpose, RandomSource, Site
+from specfw.decoding.rejection import RejectionVerifier
 from specfw.errors import ContractError
 
 __all__ = ["DraftBuilder", "TargetLayers"]
@@ -317,6 +319,69 @@ class DraftBuilder:
             builder._spent[builder._request(parent)] += len(rows) - first
         return list(range(first, len(rows)))
 
+    def inner(self, limits: Sequence[DraftLimits]) -> DraftBuilder:
+        """A builder for a draft that a draft model is to test, before what it emits is drafted here.
+
+        It has the requests of this one, drafts from their last committed tokens within `limits`, has
+        no extra rows, and has noise of its own, unless drafts are drawn with the target's. See `emit`.
+
+        Raises:
+            ContractError: a root of this builder is not a request's last committed token.
+        """
+        rows = self._row_of(self._roots)
+        if (self._roots % self._capacity).any():
+            raise ContractError(
+                "draft: an inner draft must begin at the last committed token, but a root is a draft "
+                "node; draft from there first"
+            )
+        index = self._index(rows)
+        return DraftBuilder(
+            self._token[index, 0],
+            self._draft.start[index],
+            self._draft.seed[index],
+            limits,
+            self._sampling.part(rows.tolist()),
+            InnerSource(self._random),
+            self._noise,
+            self._vocab_size,
+            reach=[0] * len(rows),
+        )
+
+    def emit(self, inner: DraftBuilder, logits: Tensor, scored: Sequence[bool]) -> None:
+        """Draft what a draft model emits that decodes speculatively: what it keeps of a draft, and one more.
+
+        Each token's law is the draft model's, whatever was drafted for it, and the token that follows
+        the kept ones is as much a draw from it as these: to leave it out would change the law.
+        The length depends on what is drawn, so this waits for the device once.
+
+        Args:
+            inner: what `inner` gave, with a draft in it.
+            logits: the draft model's, after each of its nodes, request by request, float [R, V].
+            scored: the requests to do this for, [B].
+        """
+        draft = inner.build()
+        logits = self._widened(logits.to(self._token.device))
+        laws = NodeLaws(logits, draft, inner._sampling)
+        verifier = CoupledVerifier() if self._noise == "target" else RejectionVerifier()
+        outcome = verifier.verify(draft, laws, inner._random)
+        request = self._index(self._row_of(self._roots))
+        for owner, lawless in {**inner.non_finite, self._owner: laws.failed_at >= 0}.items():
+            self._note_lawless(owner, request, lawless)
+        paths = [draft.path(b, node) for b, node in enumerate(outcome.node.tolist())]
+        tokens = torch.cat([draft.token, outcome.next_token[:, None]], 1)
+        parents, going = self._roots.copy(), [b for b, wanted in enumerate(scored) if wanted]
+        for depth in range(max(map(_emitted, paths), default=0)):
+            going = [b for b in going if depth < _emitted(paths[b]) and self._room(int(parents[b]))]
+            if not going:
+                return
+            before = [[0, *path][min(depth, len(path))] for path in paths]
+            q = laws.rows(self._index(np.array(before)))[going]
+            keep = self._may_draw(q)
+            if keep is not None:
+                q, going = q[keep], [b for b, go in zip(going, keep.tolist(), strict=True) if go]
+            place = [[*paths[b], -1][depth] for b in going]
+            parents[going] = self._chain_on(parents[going], tokens[going, place], q)
+
     def build(self) -> Draft:
         """The finished draft, padded to its largest tree."""
         laws = torch.cat(self._laws) if self._laws else None
@@ -364,19 +429,11 @@ class DraftBuilder:
 
     def _scores(self, parents: Handles, logits: Tensor, vocab: Tensor | None) -> Tensor:
         """Logits over the target's vocabulary after everything but temperature and filters: [M, V]."""
-        if vocab is not None:
-            full = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-            logits = full.index_copy(1, vocab.to(logits.device), logits)
-        elif logits.shape[1] < self._vocab_size:
-            missing = self._vocab_size - logits.shape[1]
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        logits = logits[:, : self._vocab_size]
+        logits = self._widened(logits, vocab)
         request = self._row_of(parents)
         bad = ~logits.amax(-1).isfinite()
         index = self._index(request)
-        none = torch.zeros_like(self._token[:, 0])
-        known = self.non_finite.setdefault(self._owner, none > 0)
-        known |= none.index_add(0, index, bad.long()) > 0
+        self._note_lawless(self._owner, index, bad)
         logits = torch.where(bad[:, None], 0, logits)
         depth = self._index(self._total_depth(parents))
         path = (
@@ -387,6 +444,22 @@ class DraftBuilder:
         scores = self._sampling.scores(logits, request, path, depth)
         # Where the settings ban all that the draft deems possible, any law will do.
         return torch.where(scores.amax(-1, keepdim=True) == -torch.inf, 0, scores)
+
+    def _widened(self, logits: Tensor, vocab: Tensor | None = None) -> Tensor:
+        """Logits [M, Vd] over the target's vocabulary, [M, V]."""
+        if vocab is not None:
+            full = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+            logits = full.index_copy(1, vocab.to(logits.device), logits)
+        elif logits.shape[1] < self._vocab_size:
+            missing = self._vocab_size - logits.shape[1]
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self._vocab_size]
+
+    def _note_lawless(self, owner: Any, request: Tensor, lawless: Tensor) -> None:
+        """Note for whom `owner` handed over logits without a law: `lawless` [M] of `request` [M]."""
+        none = torch.zeros_like(self._token[:, 0])
+        known = self.non_finite.setdefault(owner, none > 0)
+        known |= none.index_add(0, request, lawless.long()) > 0
 
     def _path_tokens(self, nodes: Handles) -> Tensor:
         """Draft tokens from below the root to each node, in order: int64 [M, D], -1 padded in front."""
@@ -434,6 +507,17 @@ class DraftBuilder:
         handles = self._add_children(parents, tokens, room, first_law=sum(map(len, self._laws)))
         self._laws.append(law)
         return handles
+
+    def _chain_on(self, parents: Handles, tokens: Tensor, q: Tensor) -> Handles:
+        """Add one child below each parent, drawn from q [M, V]: handles [M]."""
+        fresh = self._noise == "draft"
+        first_law = sum(map(len, self._laws)) if fresh else None
+        room = np.ones(len(parents), np.int64)
+        if not len(parents):
+            return parents
+        if fresh:
+            self._laws.append(q)
+        return self._add_children(parents, tokens[:, None], room, first_law)[:, 0]
 
     def _room(self, parent: int) -> int:
         room = min(builder._own_room(parent) for builder in self._chain())
@@ -608,6 +692,11 @@ class DraftBuilder:
 
     def _index(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._token.device)
+
+
+def _emitted(path: Sequence[int]) -> int:
+    """How many tokens come of a path that was kept."""
+    return len(path) + 1
 
 
 def _set_top_aside(q: Tensor, aside: Tensor) -> tuple[Tensor, Tensor]:

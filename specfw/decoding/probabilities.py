@@ -134,6 +134,10 @@ class SamplingBatch:
         self._minimum = np.array([state.params.min_new_tokens for state in states], np.int64)
         self._last = np.array([state.params.max_new_tokens - 1 for state in states], np.int64)
 
+    def part(self, rows: Sequence[int]) -> SamplingBatch:
+        """The settings of some of the requests."""
+        return SamplingBatch([self._states[row] for row in rows])
+
     @property
     def reads_path(self) -> bool:
         """Whether any law depends on the drafted path, so that it must be looked up."""

@@ -8,13 +8,13 @@ site always gives the same noise. Tests put an enumerator in its place (`specfw.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-__all__ = ["KeyedSource", "Purpose", "RandomSource", "Site"]
+__all__ = ["InnerSource", "KeyedSource", "Purpose", "RandomSource", "Site"]
 
 
 class Purpose(IntEnum):
@@ -75,6 +75,27 @@ class RandomSource(ABC):
         arXiv 2408.07978).
         """
         return self.race(probs, Site(Purpose.TARGET, seed, position), k, active)
+
+
+_INNER = 1 << 32
+"""What is added to the nodes of a draft within a draft, so that its draws have sites of their own."""
+
+
+class InnerSource(RandomSource):
+    """Chance for a draft that is tested while drafting: the target's noise as it is, all else apart."""
+
+    def __init__(self, outer: RandomSource) -> None:
+        self._outer = outer
+
+    def race(self, probs: Tensor, site: Site, k: int = 1, active: Tensor | None = None) -> Tensor:
+        return self._outer.race(probs, _within(site), k, active)
+
+    def bernoulli(self, p: Tensor, site: Site, active: Tensor | None = None) -> Tensor:
+        return self._outer.bernoulli(p, _within(site), active)
+
+
+def _within(site: Site) -> Site:
+    return site if site.purpose is Purpose.TARGET else replace(site, node=site.node + _INNER)
 
 
 _GOLDEN = -7046029254386353131

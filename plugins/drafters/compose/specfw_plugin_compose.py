@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from specfw.combining import Combined
+from specfw.combining import Combined, Member
 from specfw.components import Component, NestedDrafter, Options
 from specfw.contracts import (
     API_VERSION,
@@ -27,6 +27,7 @@ from specfw.contracts import (
     Feedback,
     RequestAhead,
     RequestView,
+    Scorer,
 )
 from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Bandit",
     "BanditOptions",
+    "Cascade",
+    "CascadeOptions",
     "CombinedOptions",
     "Extend",
     "First",
@@ -384,6 +387,58 @@ class Bandit(_Choosing):
         return 0 if self._by is None else bisect_right(self._bounds, _ATTRIBUTES[self._by](request))
 
 
+class CascadeOptions(Options):
+    """Who drafts for the model that drafts."""
+
+    drafter: NestedDrafter
+    """Drafts for the model."""
+    model: NestedDrafter
+    """A drafter with a model that can score drafts, as `small-model` is; its own drafts are not used."""
+    max_nodes: Annotated[int, Field(ge=1)] = 4
+    """Nodes that are drafted for the model, for each request and step."""
+
+
+class Cascade(Combined):
+    """A model that itself decodes speculatively, and so drafts several tokens in one of its passes.
+
+    The framework tests the inner draft, and drafts all that comes of it: what the model keeps, and
+    the token after that. So each token's law is the model's, whoever drafted for it.
+    """
+
+    def __init__(self, drafter: Drafter, model: Drafter, max_nodes: int = 4) -> None:
+        """Combine.
+
+        Raises:
+            ConfigError: `model` cannot score drafts.
+        """
+        super().__init__([drafter, model])
+        if not isinstance(model, Scorer):
+            raise ConfigError(
+                "drafter cascade: expected model to be a drafter that can score drafts, such as small-model, "
+                f"got {type(model).__name__}; use one"
+            )
+        self._model, self._max_nodes = model, max_nodes
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        drafter, model = self.members
+        rows = [
+            i
+            for i, (request, limit) in enumerate(zip(requests, builder.limits, strict=True))
+            if limit.max_nodes and limit.max_depth and model.serves(request)
+        ]
+        requests, builder = [requests[i] for i in rows], builder.for_rows(rows)
+        model.guard(lambda: self._propose(drafter, requests, builder.on_behalf_of(model)), requests)
+
+    def _propose(
+        self, drafter: Member, requests: Sequence[RequestView], builder: DraftBuilder
+    ) -> None:
+        most = self._max_nodes
+        inner = builder.inner([limit & DraftLimits(most, most, most) for limit in builder.limits])
+        drafter.propose(requests, inner)
+        logits, scored = self._model.score(requests, inner.build())
+        builder.emit(inner, logits, scored)
+
+
 def _built(options: CombinedOptions) -> list[Drafter]:
     return [bound.build() for bound in options.drafters]
 
@@ -394,6 +449,10 @@ def _route(options: RouteOptions) -> Drafter:
 
 def _bandit(options: BanditOptions) -> Drafter:
     return Bandit(_built(options), options.measure, options.explore, options.by, options.bounds)
+
+
+def _cascade(options: CascadeOptions) -> Drafter:
+    return Cascade(options.drafter.build(), options.model.build(), options.max_nodes)
 
 
 _EXAMPLE_MODEL = {"name": "small-model", "model": "table"}
@@ -427,6 +486,12 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             RouteOptions,
             "A drafter by what the request is like, or by its acceptance.",
             example={"drafters": ["ngram", _EXAMPLE_MODEL], "bounds": [0.5]},
+        ),
+        "cascade": Component(
+            _cascade,
+            CascadeOptions,
+            "A draft model for which another drafter drafts.",
+            example={"drafter": "ngram", "model": _EXAMPLE_MODEL, "max_nodes": 2},
         ),
         "bandit": Component(
             _bandit,

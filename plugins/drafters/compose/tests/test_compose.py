@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from specfw_plugin_compose import Bandit, Extend, First, Merge, Route
+from specfw_plugin_compose import Bandit, Cascade, Extend, First, Merge, Route
 from specfw_plugin_recycling import RecyclingDrafter, RecyclingOptions
 from specfw_plugin_suffix import SuffixDrafter, SuffixOptions
 
@@ -23,13 +23,24 @@ from specfw.contracts import (
     RankedRows,
     RequestView,
     Requirements,
+    Scorer,
+    Verifier,
 )
+from specfw.decoding import builder as builder_module
 from specfw.decoding.builder import DraftBuilder
+from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.draft import Draft
+from specfw.decoding.random import KeyedSource
+from specfw.decoding.rejection import RejectionVerifier
+from specfw.engine.fixed import FixedScheduler
 from specfw.errors import ConfigError, ContractError
 from specfw.plugins import PluginManager
 from specfw.references import Reference, parse_reference
 from specfw.testing import MixtureDrafter, ScriptedDrafter, TableDrafter
+from specfw.testing.cases import SETTINGS, Case, build_engine
+from specfw.testing.certification import Certificate, certify
 from specfw.testing.conformance import DrafterConformance
+from specfw.testing.drafters import log_laws
 from specfw.testing.drafting import ROOMY, Text, builder_for
 from specfw.types import SamplingParams
 
@@ -533,6 +544,123 @@ class TestBandit(DrafterConformance):
         return Bandit(inner, "passes", by="temperature", bounds=[0.1])
 
 
+# cascade
+
+
+class TableScorer(TableDrafter, Scorer):
+    """A table model that scores drafts."""
+
+    def score(
+        self, requests: Sequence[RequestView], draft: Draft
+    ) -> tuple[torch.Tensor, Sequence[bool]]:
+        prefixes = [
+            [*request.tokens, *(int(draft.token[b, i]) for i in draft.path(b, node))]
+            for b, request in enumerate(requests)
+            for node in range(int(draft.sizes[b]))
+        ]
+        return log_laws(self._model, prefixes), [True] * len(requests)
+
+
+class TestCascade(DrafterConformance):
+    def make(self) -> Drafter:
+        return Cascade(MixtureDrafter("unrelated"), TableScorer("near"), max_nodes=3)
+
+
+class TestCascadeOfGuesses(DrafterConformance):
+    learns = True
+
+    def make(self) -> Drafter:
+        inner = Cascade(Merge(eager()), TableScorer("unrelated"), max_nodes=2)
+        return Merge([inner, TableDrafter("near", depth=1)], [2, 1])
+
+
+def cascade_certificate() -> Certificate:
+    return certify(
+        lambda: Cascade(TableDrafter("unrelated", depth=2), TableScorer("near")),
+        RejectionVerifier,
+        [lambda: FixedScheduler(3, 3, 1)],
+        settings={"temperature": SETTINGS["temperature"]},
+        batch_sizes=(1,),
+        memory_cases=("plain",),
+        kinds=("dense",),
+        sizes=((3, 3),),
+    )
+
+
+def test_a_cascade_that_drops_the_models_own_token_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fault: only what the inner verifier accepted is drafted, whose law is not the model's."""
+    whole = cascade_certificate()
+    assert whole.ok
+    assert whole.max_tv <= 1e-9
+    assert whole.accepted
+    monkeypatch.setattr(builder_module, "_emitted", len)
+    cut = cascade_certificate()
+    assert not cut.ok
+    assert cut.max_tv > 0.01
+
+
+@pytest.mark.parametrize("verifier", [CoupledVerifier, RejectionVerifier])
+def test_a_cascade_drafts_as_deep_as_its_model_decodes(verifier: type[Verifier]) -> None:
+    """Fault: a pass of the model brings one token, as if nobody drafted for it."""
+    case = Case(SETTINGS["temperature"], vocab_size=4, horizon=16)
+    engine, [request] = build_engine(
+        case,
+        lambda: Cascade(TableDrafter("identical", depth=3), TableScorer("identical"), 3),
+        verifier,
+        [lambda: FixedScheduler(5, 5, 1)],
+        KeyedSource(),
+    )
+    while engine.has_work:
+        engine.step()
+    assert not engine.faults
+    assert request.stats.accepted == request.stats.drafted
+    assert request.stats.target_passes == 4  # three kept, the model's own and the target's, of 16
+    assert request.stats.drafted == 12
+
+
+def test_what_goes_wrong_in_a_cascade_is_named() -> None:
+    """Fault: numbers that are not finite are the inner drafter's, or its failure the model's."""
+
+    class Overflowing(TableScorer):
+        def score(self, requests: Any, draft: Any) -> Any:
+            logits, scored = super().score(requests, draft)
+            return logits * torch.nan, scored
+
+    class Raising(TableDrafter):
+        def propose(self, requests: Any, builder: Any) -> None:
+            raise ArithmeticError("on purpose")
+
+    for drafter, model, why, drafts in (
+        (TableDrafter("near"), Overflowing("near"), "handed over NaN or infinite logits", 1),
+        (Raising("near"), TableScorer("near"), "raised ArithmeticError: on purpose", 9),
+    ):
+        case = Case(SETTINGS["temperature"], vocab_size=4, horizon=10)
+        schedulers = [lambda: FixedScheduler(3, 3, 1)]
+        both = (drafter, model)
+        engine, [request] = build_engine(
+            case, lambda both=both: Cascade(*both), CoupledVerifier, schedulers, KeyedSource()
+        )
+        while engine.has_work:
+            engine.step()
+        assert engine.faults == {why: 1}
+        assert 0 < request.stats.drafted_rounds <= drafts
+        assert (request.stats.drafted_rounds > 1) == (drafts > 1)
+
+
+def test_a_cascade_needs_a_model_that_scores() -> None:
+    with pytest.raises(ConfigError, match="expected model to be a drafter that can score"):
+        Cascade(Script(A), Script(B))
+
+
+def test_an_inner_draft_begins_at_the_text() -> None:
+    builder = builder_for([Text([1])], [ROOMY])
+    (node,) = builder.guess(int(builder.roots[0]), [5])
+    with pytest.raises(ContractError, match="begin at the last committed token"):
+        builder.limited([ROOMY], np.array([node])).inner([ROOMY])
+
+
 # how they are named
 
 
@@ -576,6 +704,7 @@ def test_nothing_else_goes_without_one(kind: Any, text: str, why: str) -> None:
         ("extend(none, suffix(factor=1.5), recycling)", Extend),
         ("route(suffix, recycling, by='temperature', bounds=[0.5])", Route),
         ("bandit(suffix, recycling, explore=0.2, by='prompt_length', bounds=[9])", Bandit),
+        ("cascade(drafter='suffix', model=small-model(model='table'), max_nodes=6)", Cascade),
     ],
 )
 def test_expressions_build_and_come_back_from_their_resolved_settings(

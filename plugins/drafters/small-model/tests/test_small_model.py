@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import specfw_plugin_small_model as plugin
+import specfw_plugin_small_model.drafter as plugin
 import torch
 from numpy.typing import NDArray
 from specfw_plugin_small_model import SmallModelDrafter
@@ -163,8 +163,8 @@ def play(
     return [request.tokens for request in requests], total
 
 
-def small(model: Any, tokenizer: Any = None, **options: Any) -> SmallModelDrafter:
-    return SmallModelDrafter(LoadedTarget("small", model, tokenizer), **options)
+def small(model: Any, words: Any = None, **options: Any) -> SmallModelDrafter:
+    return SmallModelDrafter(LoadedTarget("small", model, words), **options)
 
 
 class Checked(SmallModelDrafter):
@@ -196,7 +196,10 @@ class _CheckingBuilder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._builder, name)
 
-    def sample(self, parents: NDArray[np.int64], logits: Tensor, width: int) -> Any:
+    def sample(
+        self, parents: NDArray[np.int64], logits: Tensor, width: int, vocab: Tensor | None
+    ) -> Any:
+        assert vocab is None
         for parent, row in zip(parents, logits, strict=True):
             self.rows[self._text(int(parent))] = row
         return self._builder.sample(parents, logits, width)
@@ -328,7 +331,9 @@ def test_B24_other_tokenizers_are_refused() -> None:
     ):
         with pytest.raises(ConfigError) as caught:
             engine_of(
-                runner, small(runner.model, tokenizer_of(tokens)), tokenizer=tokenizer_of(WORDS)
+                runner,
+                small(runner.model, tokenizer_of(tokens), tokenizer="same"),
+                tokenizer=tokenizer_of(WORDS),
             )
         for part in ("'small'", "'big'", f"token id {id} ", f"'w{id}'", ours):
             assert part in str(caught.value)
