@@ -11,8 +11,7 @@ from specfw.bench.drafters import first_of_each
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.components import Bound
 from specfw.config import PipelineConfig
-from specfw.contracts import Drafter, Feedback, RequestView, Requirements
-from specfw.decoding.builder import DraftBuilder
+from specfw.contracts import DraftLimits, Feedback, Scheduler, SchedulerView
 from specfw.engine.engine import StepReport
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
@@ -89,8 +88,8 @@ def evaluate(
         )
 
     engine = pipeline.engine
-    inner = engine.drafter
-    engine.drafter = _RankWatch(inner, result.ranks)
+    watch = _RankWatch(result.ranks)
+    engine.schedulers.append(watch)
     engine.observers.append(note)
     try:
         for number, prompt in enumerate(chosen):
@@ -110,7 +109,7 @@ def evaluate(
             result.statistics.setdefault(prompt.category, []).append(output.speculation)
     finally:
         engine.observers.remove(note)
-        engine.drafter = inner
+        engine.schedulers.remove(watch)
     return result
 
 
@@ -142,30 +141,18 @@ class Ranks:
         ]
 
 
-class _RankWatch(Drafter):
-    """Another drafter, whose drafts are counted."""
+class _RankWatch(Scheduler):
+    """Counts what was drafted and kept, and leaves all limits as they are."""
 
-    def __init__(self, inner: Drafter, ranks: Ranks) -> None:
-        self._inner, self._ranks = inner, ranks
-        self.reads_ahead = inner.reads_ahead  # type: ignore[misc]
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
-    @property
-    def requires(self) -> Requirements:  # type: ignore[override]
-        return self._inner.requires
-
-    def begin(self, request: RequestView) -> None:
-        self._inner.begin(request)
-
-    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
-        self._inner.propose(requests, builder)
+    def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
+        return view.caps
 
     def observe(self, feedback: Feedback) -> None:
         for siblings, kept in zip(feedback.siblings, feedback.ranks, strict=True):
             self._ranks.add(siblings, kept)
-        self._inner.observe(feedback)
-
-    def end(self, request: RequestView) -> None:
-        self._inner.end(request)
 
 
 def with_nodes(config: PipelineConfig, nodes: int | None) -> PipelineConfig:

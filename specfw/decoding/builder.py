@@ -103,7 +103,7 @@ class DraftBuilder:
         self._reach = [_NO_END] * len(self.limits) if reach is None else list(reach)
         self.extras = [ExtraRows() for _ in self.limits]
         """The extra rows of each request of the draft."""
-        self._owner: Any = None
+        self._behalf: Any = None
         self.non_finite: dict[Any, Tensor] = {}
         """By `on_behalf_of`: bool [B], requests for which logits without a law were handed over."""
 
@@ -152,7 +152,7 @@ class DraftBuilder:
     def on_behalf_of(self, owner: Any) -> DraftBuilder:
         """This builder for `owner` (hashable), who answers for the logits that it is handed from then on."""
         own = copy(self)
-        own._owner = owner
+        own._behalf = owner
         return own
 
     def leaves(self) -> Handles:
@@ -347,7 +347,7 @@ class DraftBuilder:
             reach=[0] * len(rows),
         )
 
-    def emit(self, inner: DraftBuilder, logits: Tensor, scored: Sequence[bool]) -> None:
+    def emit(self, inner: DraftBuilder, logits: Tensor, scored: Sequence[bool]) -> list[list[int]]:
         """Draft what a draft model emits that decodes speculatively: what it keeps of a draft, and one more.
 
         Each token's law is the draft model's, whatever was drafted for it, and the token that follows
@@ -358,6 +358,9 @@ class DraftBuilder:
             inner: what `inner` gave, with a draft in it.
             logits: the draft model's, after each of its nodes, request by request, float [R, V].
             scored: the requests to do this for, [B].
+
+        Returns:
+            The handles of each request's chain, cut at the limits and where a scheduler stops it.
         """
         draft = inner.build()
         logits = self._widened(logits.to(self._token.device))
@@ -365,15 +368,16 @@ class DraftBuilder:
         verifier = CoupledVerifier() if self._noise == "target" else RejectionVerifier()
         outcome = verifier.verify(draft, laws, inner._random)
         request = self._index(self._row_of(self._roots))
-        for owner, lawless in {**inner.non_finite, self._owner: laws.failed_at >= 0}.items():
+        for owner, lawless in {**inner.non_finite, self._behalf: laws.failed_at >= 0}.items():
             self._note_lawless(owner, request, lawless)
         paths = [draft.path(b, node) for b, node in enumerate(outcome.node.tolist())]
         tokens = torch.cat([draft.token, outcome.next_token[:, None]], 1)
         parents, going = self._roots.copy(), [b for b, wanted in enumerate(scored) if wanted]
+        chains: list[list[int]] = [[] for _ in paths]
         for depth in range(max(map(_emitted, paths), default=0)):
             going = [b for b in going if depth < _emitted(paths[b]) and self._room(int(parents[b]))]
             if not going:
-                return
+                break
             before = [[0, *path][min(depth, len(path))] for path in paths]
             q = laws.rows(self._index(np.array(before)))[going]
             keep = self._may_draw(q)
@@ -381,6 +385,9 @@ class DraftBuilder:
                 q, going = q[keep], [b for b, go in zip(going, keep.tolist(), strict=True) if go]
             place = [[*paths[b], -1][depth] for b in going]
             parents[going] = self._chain_on(parents[going], tokens[going, place], q)
+            for b in going:
+                chains[b].append(int(parents[b]))
+        return chains
 
     def build(self) -> Draft:
         """The finished draft, padded to its largest tree."""
@@ -433,7 +440,7 @@ class DraftBuilder:
         request = self._row_of(parents)
         bad = ~logits.amax(-1).isfinite()
         index = self._index(request)
-        self._note_lawless(self._owner, index, bad)
+        self._note_lawless(self._behalf, index, bad)
         logits = torch.where(bad[:, None], 0, logits)
         depth = self._index(self._total_depth(parents))
         path = (

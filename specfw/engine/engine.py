@@ -140,7 +140,7 @@ class Engine:
         self._clock = clock
         self.runner, self.memory, self.info = runner, memory, info
         self.drafters = OwnDrafters(drafter, drafters or {})
-        self.verifier, self.schedulers, self.random = verifier, schedulers, random
+        self.verifier, self.schedulers, self.random = verifier, list(schedulers), random
         self.store = runner.new_store(memory.num_slots)
         self.planner = Planner(
             memory, schedulers, max_batch, max_step_tokens, prefill_chunk, verifier.supports_trees

@@ -288,10 +288,12 @@ class DrafterConformance(ABC):
 
         class Watching(_Recorder):
             def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
-                sample, guess = DraftBuilder.sample, DraftBuilder.guess
+                sample, guess, emit = DraftBuilder.sample, DraftBuilder.guess, DraftBuilder.emit
                 added.clear()
 
-                def note(handles: Sequence[int]) -> None:
+                def note(grown: DraftBuilder, handles: Sequence[int]) -> None:
+                    if grown._token is not builder._token:  # a draft within the draft
+                        return
                     known = np.array([h for h in handles if h >= 0], np.int64)
                     added.update(
                         zip(known.tolist(), builder.tokens_of(known).tolist(), strict=True)
@@ -299,17 +301,23 @@ class DrafterConformance(ABC):
 
                 def watched_sample(self, *arguments, **options):  # type: ignore[no-untyped-def]
                     handles = sample(self, *arguments, **options)
-                    note(handles.reshape(-1).tolist())
+                    note(self, handles.reshape(-1).tolist())
                     return handles
 
                 def watched_guess(self, *arguments, **options):  # type: ignore[no-untyped-def]
                     handles = guess(self, *arguments, **options)
-                    note(handles)
+                    note(self, handles)
                     return handles
+
+                def watched_emit(self, *arguments, **options):  # type: ignore[no-untyped-def]
+                    chains = emit(self, *arguments, **options)
+                    note(self, [handle for chain in chains for handle in chain])
+                    return chains
 
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(DraftBuilder, "sample", watched_sample)
                     patch.setattr(DraftBuilder, "guess", watched_guess)
+                    patch.setattr(DraftBuilder, "emit", watched_emit)
                     super().propose(requests, builder)
                 draft = builder.build()
                 kept = {

@@ -13,6 +13,7 @@ import pytest
 import specfw_plugin_small_model.drafter as plugin
 import torch
 from numpy.typing import NDArray
+from specfw_plugin_compose import Cascade
 from specfw_plugin_small_model import SmallModelDrafter
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -39,6 +40,7 @@ from specfw.contracts import (
 )
 from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.draft import Draft
 from specfw.decoding.random import KeyedSource
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
@@ -47,6 +49,7 @@ from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
 from specfw.plugins import PluginManager
 from specfw.runner import KVMemory, ModelRunner, Rows
+from specfw.testing.drafters import ScriptedDrafter
 from specfw.types import SamplingParams, SpeculationParams
 
 VOCAB = 64
@@ -617,6 +620,45 @@ def test_nodes_of_other_drafters_are_read_once_they_are_committed() -> None:
     assert not engine.faults
     assert drafter.rows > 100
     assert stats.accepted > 60
+
+
+class Scoring(SmallModelDrafter):
+    """Compares the scores of drafts with the draft model's own forward over each node's whole text."""
+
+    rows = 0
+    left_out = 0
+
+    def score(self, requests: Sequence[RequestView], draft: Draft) -> Any:
+        logits, scored = super().score(requests, draft)
+        first = 0
+        for b, request in enumerate(requests):
+            for node in range(int(draft.sizes[b]) if scored[b] else 0):
+                path = [int(draft.token[b, i]) for i in draft.path(b, node)]
+                expected = self._runner.stock_logits([*request.tokens, *path])[-1]
+                apart = (logits[first + node] - expected).abs().max()
+                assert apart < 1e-3 * expected.std()
+                self.rows += 1
+            first += int(draft.sizes[b])
+            self.left_out += not scored[b]
+        return logits, scored
+
+
+@pytest.mark.parametrize(("kv_tokens", "positions"), [(16384, 256), (48, 256), (16384, 24)])
+def test_scores_what_others_drafted(kv_tokens: int, positions: int) -> None:
+    """Fault: in a cascade the model's KV is of drafts that were refused, or a request that does not fit
+    into its memory or its context gets another one's rows."""
+    runner = ModelRunner(tiny("llama"))
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, ignore_eos=True)
+    plain, _ = play(engine_of(runner, NoDrafter()), params)
+    draft_model = LoadedTarget("small", tiny("gpt2", positions=positions))
+    model = Scoring(draft_model, kv_tokens=kv_tokens)
+    drafter = Cascade(ScriptedDrafter(3), model, max_nodes=3)
+    drafted, stats = play(engine_of(runner, drafter), params)
+    assert drafted == plain
+    assert stats.drafted > 10
+    assert model.rows > 50
+    assert (model.left_out > 0) == (kv_tokens < 100 or positions < 100)
+    assert model._memory.used == 0
 
 
 class Stumbling(CoupledVerifier):
