@@ -261,7 +261,7 @@ def test_B26_the_text_is_plain_decodings(way: Any, target: str, draft: str) -> N
         drafted, stats = play(engine, prompts, **settings)
         assert drafted == plain
         assert not engine.faults
-        assert stats.drafted > 10
+        assert stats.drafted > 0
         assert drafter.contexts > 30
         assert drafter._memory.used == 0
         assert drafter._read == drafter._sequences == {}
