@@ -107,6 +107,24 @@ def test_text_under_preemption_and_with_cached_prefixes(plain: list[list[int]]) 
         assert pipe.engine.memory.hit_tokens
 
 
+def test_log_probabilities_are_those_of_plain_decoding() -> None:
+    """Prompt rows that are scored beside drafts, in chunks, from a pass that has been begun."""
+    said = []
+    for drafter in ("none", "early-exit(layer=3, skip=[1])"):
+        with pipeline(drafter, prefill_chunk=4) as pipe:
+            outputs = pipe.generate(PROMPTS, max_new_tokens=6, logprobs=0, prompt_logprobs=0)
+        said.append(
+            [
+                one.logprob
+                for output in outputs
+                for listed in (output.prompt_logprobs, output.logprobs)
+                for one in listed or ()
+            ]
+        )
+    assert said[1] == pytest.approx(said[0], abs=1e-4)
+    assert len(said[0]) > 30
+
+
 def test_a_cancelled_stream_leaves_nothing_behind(plain: list[list[int]]) -> None:
     """A request that goes in the middle of its drafts."""
     with pipeline("early-exit(layer=2)") as pipe:
