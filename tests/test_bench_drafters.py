@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             result.sums[name, "qa"] = _Sum(20, 20, 4.0, 4.0, 0.0)
         plot_drafters(result, path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = CliRunner().invoke(app, ["bench", "drafters", "--png", str(path)])
     assert isinstance(run.exception, ConfigError)
     assert "install specfw[plot]" in str(run.exception)

@@ -6,7 +6,6 @@ hits all of them alike; of several rounds the medians count. Acceptance lengths 
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specfw.bench.plots import new_figure
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.builtins import NoDrafter
 from specfw.contracts import (
@@ -38,7 +38,6 @@ __all__ = [
     "NONE",
     "DraftersBench",
     "bench_drafters",
-    "check_plot",
     "first_of_each",
     "plot_drafters",
 ]
@@ -222,31 +221,15 @@ def bench_drafters(
     return result
 
 
-def check_plot() -> None:
-    """Make sure that `plot_drafters` can draw.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "bench drafters: expected matplotlib to be installed for --png, but it is not; "
-            "install specfw[plot]"
-        )
-
-
 def plot_drafters(result: DraftersBench, path: Path) -> None:
     """Draw acceptance length and speed against none by category as a PNG.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    check_plot()
-    from matplotlib.figure import Figure
-
     rows = result.rows()
     categories = list(dict.fromkeys(row["category"] for row in rows))
-    figure = Figure(figsize=(1.5 + 0.7 * len(categories), 7), layout="constrained")
+    figure = new_figure("bench drafters", 1.5 + 0.7 * len(categories), 7)
     width = 0.8 / len(result.drafters)
     panels = {"acceptance_length": "tokens a pass", "ratio_vs_none": "speed against none"}
     for axes, (key, label) in zip(figure.subplots(2, sharex=True), panels.items(), strict=True):

@@ -23,7 +23,7 @@ def new_figure(who: str, width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            f"{who}: expected matplotlib to be installed for --plot, but it is not; "
+            f"{who}: expected matplotlib to be installed to draw a PNG, but it is not; "
             "install specfw[plot]"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")

@@ -49,10 +49,11 @@ def drafters(
     as_json: JsonOutput = False,
 ) -> None:
     """Drafters against drafting nothing, by category of prompts."""
-    from specfw.bench.drafters import bench_drafters, check_plot, plot_drafters
+    from specfw.bench.drafters import bench_drafters, plot_drafters
+    from specfw.bench.plots import new_figure
 
     if png is not None:
-        check_plot()
+        new_figure("bench drafters", 1, 1)  # refused before anything is measured
     chosen = [name for text in drafters or [DRAFTERS] for name in split_references(text)]
     with showing_progress() as progress:
         result = bench_drafters(
