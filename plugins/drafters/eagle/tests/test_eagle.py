@@ -174,6 +174,25 @@ def speculators(folder: Path, extra: Mapping[str, Any] | None = None, **kind: An
     return save(folder, {**config, **(extra or {})}, named)
 
 
+def speculators1(folder: Path, extra: Mapping[str, Tensor] | None = None) -> Path:
+    """As the speculators library saves EAGLE-1 heads: `fusion_fc`, and the layer as `transformer`."""
+    named = {
+        name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): tensor
+        for name, tensor in tensors_of("eagle").items()
+    }
+    named["embed_tokens.weight"] = 0.3 * torch.randn(VOCAB, WIDTH)
+    named["fusion_fc.bias"] = 0.3 * torch.randn(WIDTH)
+    config = {
+        "architectures": ["EagleSpeculator"],
+        "speculators_model_type": "eagle",
+        "fusion_bias": True,
+        "layernorms": False,
+        "transformer_layer_config": LLAMA,
+        "speculators_config": {"algorithm": "eagle"},
+    }
+    return save(folder, config, {**named, **(extra or {})})
+
+
 class Reference:
     """A head without cache, batch or tree: it runs one text from its first feature, as the papers have it."""
 
@@ -372,6 +391,7 @@ LAYOUTS = {
     "wide heads": lambda folder: eagle3(folder, head_dim=12),
     "full vocabulary": lambda folder: eagle3(folder, draft_vocab=None),
     "speculators": speculators,
+    "speculators of EAGLE-1": speculators1,
     "normed output": lambda folder: speculators(folder, {"norm_output": True}),
 }
 
@@ -384,7 +404,8 @@ def test_every_row_is_the_heads(layout: str, tmp_path: Path) -> None:
         LAYOUTS[layout](tmp_path),
         Choices(
             layers=None
-            if layout in ("eagle", "eagle of two layers", "speculators", "normed output")
+            if layout.startswith("speculators")
+            or layout in ("eagle", "eagle of two layers", "normed output")
             else (2, 2, 1)
         ),
     )
@@ -783,6 +804,13 @@ def test_wrong_checkpoints_are_refused_in_one_sentence(case: str, tmp_path: Path
             info_of(runner()),
         )
     assert "\n" not in str(caught.value)
+
+
+def test_norms_that_eagle1_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Fault: the variant with `layernorms` is run without them."""
+    norm = {"embedding_layernorm.weight": torch.ones(WIDTH)}
+    with pytest.raises(ConfigError, match=r"no known head has: embedding_layernorm\.weight"):
+        Head(read_checkpoint(speculators1(tmp_path, norm)), info_of(runner()))
 
 
 def test_layers_that_the_target_lacks_are_refused(tmp_path: Path) -> None:

@@ -341,13 +341,18 @@ def test_two_windows_in_one_tree_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("alone", [True, False])
-def test_texts_stay_and_guesses_are_accepted(architecture: str, alone: bool) -> None:
-    """Fault: another text; or nothing of what the window makes up is ever right, alone and in a tree with others."""
+@pytest.mark.parametrize("other", [None, "suffix", "early-exit(layer=1)"])
+def test_texts_stay_and_guesses_are_accepted(architecture: str, other: str | None) -> None:
+    """Fault: another text; or nothing that is made up is ever right, alone or in a tree with others.
+
+    Beside `early-exit` the window's rows stand in a pass that goes on where drafting has left it.
+    """
     prompts = [prompt_of(length, length) for length in (1, 6, 19)]
     texts = [reference(architecture, tuple(prompt), 40) for prompt in prompts]
     lookahead = "lookahead(window=4, level=3, guesses=4, from_text=False)"
-    drafter = PluginManager().bind("drafter", lookahead if alone else f"merge(suffix, {lookahead})")
+    drafter = PluginManager().bind(
+        "drafter", f"merge({other}, {lookahead})" if other else lookahead
+    )
     engine = make_engine(architecture, drafter.build(), draft=(24, 8, 8), prefill_chunk=8)
     params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
     results = outputs(engine, prompts, params)
