@@ -34,6 +34,7 @@ __all__ = [
     "Feedback",
     "LoadedTarget",
     "Outcome",
+    "Quantization",
     "RankedRows",
     "ReadChunk",
     "RequestAhead",
@@ -341,6 +342,31 @@ class Scheduler(ABC):
         """Learn what was kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the weights of a quantised model are held and multiplied, as its loader knows it.
+
+    What follows for a pass over several rows is measured: `specfw doctor`.
+    """
+
+    method: str
+    """Who quantised, such as `bitsandbytes`, `gptq` or `gguf`."""
+    setting: str
+    """What it did, in words: `nf4, double quantisation`."""
+    packed: bool = True
+    """Whether the weights stay small in memory; False if they were dequantised at load."""
+    batch_invariant: bool | None = None
+    """Whether a row of a linear layer's output depends on no other row and not on how many there are;
+    None if the loader does not know."""
+    compileable: bool = False
+    """Whether `torch.compile` takes the layers as they are."""
+    kernel: str = ""
+    """How a product is made, for reports: `dequantised before each product`."""
+
+    def __str__(self) -> str:
+        return f"{self.method}, {self.setting}" if self.setting else self.method
+
+
 @dataclass(slots=True)
 class LoadedTarget:
     """A model ready to be the target, or a drafter's model."""
@@ -351,6 +377,8 @@ class LoadedTarget:
     tokenizer: Any = None
     notes: tuple[str, ...] = ()
     """What the loader wants a user to know (bytes per weight, dequantised, approximations)."""
+    quantization: Quantization | None = None
+    """What is known of the quantised weights; None if they are not quantised."""
 
 
 class TargetLoader(ABC):

@@ -26,6 +26,7 @@ PUBLIC_FACE = (
     "specfw.fingerprint",
     "specfw.hookspecs",
     "specfw.probing",
+    "specfw.quantizing",
     "specfw.runner",
     "specfw.training",
     "specfw.types",

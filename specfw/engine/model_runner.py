@@ -60,7 +60,9 @@ class ModelRunner:
         self._configs = guards.attention_configs(model)
         self._keeps_logits = bool(model._supports_logits_to_keep())
         self._linears = PackedLinears.of(model, prepack)
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        head = model.get_output_embeddings()
+        # A packed weight has another shape than its layer.
+        self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.model_seconds = 0.0
         """Wall time of the last pass inside the model."""
         self.bytes_per_token = 0

@@ -1,12 +1,13 @@
 """Linear weights reordered once for oneDNN's small products: a CPU-only matter.
 
 A decoding pass multiplies a few rows by every weight. With weights packed ahead oneDNN reads them in its
-own order; it does so well from two rows on, so passes of one token are padded to two.
+own order; it does so well from two rows on, so passes of one token are padded to two. Where all layers but
+the head are quantised there is no padding, for their kernels are quickest at one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +20,14 @@ __all__ = ["PackedLinears"]
 class PackedLinears:
     """Packed copies of a model's dense linear layers, used only inside `active()`."""
 
-    def __init__(self, forwards: list[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> None:
+    def __init__(
+        self, forwards: Sequence[tuple[nn.Module, Callable[[Tensor], Tensor]]], min_rows: int = 1
+    ) -> None:
         self._forwards = forwards
-        self.min_rows = 2 if forwards else 1
+        self.min_rows = min_rows
 
     @classmethod
-    def of(cls, model: nn.Module, wanted: bool | None) -> PackedLinears:
+    def of(cls, model: Any, wanted: bool | None) -> PackedLinears:
         """Pack what can be packed; nothing where it would not pay and `wanted` is not True."""
         if wanted is False or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return cls([])
@@ -38,8 +41,10 @@ class PackedLinears:
         ]
         if not linears or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return cls([])
+        only_head = linears == [model.get_output_embeddings()]
         with torch.no_grad():
-            return cls([(module, cls._packed_forward(module)) for module in linears])
+            forwards = [(module, cls._packed_forward(module)) for module in linears]
+        return cls(forwards, min_rows=1 if only_head else 2)
 
     @staticmethod
     def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:

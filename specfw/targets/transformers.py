@@ -11,18 +11,23 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
 from specfw.components import Options
-from specfw.contracts import LoadedTarget, TargetLoader
+from specfw.contracts import LoadedTarget, Quantization, TargetLoader
 from specfw.errors import ConfigError
+from specfw.weights import describe_weights, quantized_linears
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "GGUF_PACKAGES",
     "TransformersLoader",
     "TransformersOptions",
+    "as_device",
     "load_causal_lm",
     "missing_packages",
     "quiet_transformers",
@@ -40,6 +45,28 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+
+_QUANTISERS = {
+    "aqlm": ("aqlm",),
+    "auto-round": ("auto_round",),
+    "awq": ("gptqmodel", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "compressed-tensors": ("compressed_tensors",),
+    "eetq": ("kernels", "accelerate"),
+    "fp8": ("accelerate",),
+    "gptq": ("optimum", "gptqmodel"),
+    "hqq": ("hqq",),
+    "mxfp4": ("kernels", "accelerate"),
+    "quanto": ("optimum.quanto", "accelerate"),
+    "torchao": ("torchao",),
+    "vptq": ("vptq", "accelerate"),
+}
+"""What transformers needs to load checkpoints that came quantised, by method: packages as they are imported."""
+_PIP_NAMES = {
+    "auto_round": "auto-round",
+    "compressed_tensors": "compressed-tensors",
+    "optimum.quanto": "optimum-quanto",
+}
 
 _quiet_lock = threading.RLock()
 
@@ -87,23 +114,25 @@ def load_causal_lm(options: TransformersOptions, layers: int | None = None) -> L
     Raises:
         ConfigError: the model cannot be found or read, is no causal language model, or has fewer layers.
     """
-    device = _device(options)
+    device = as_device(options.device, f"target {options.model!r}")
     _check_gguf(options)
     source = _source(options)
     notes = []
     with quiet_transformers():
         config = _read_config(options, source)
         _check_causal(options, config)
-        if options.gguf_file is not None:
-            notes.append(f"{options.gguf_file}: dequantised at load")
+        method = _quantiser(options, config)
         if layers is not None:
             notes.append(_keep_first_layers(options, config, layers))
         tokenizer, why_none = _read_tokenizer(source)
         if tokenizer is None:
             notes.append(f"no tokenizer, so prompts must be token ids ({why_none})")
-        model = _read_model(options, source, config)
-    model.eval().requires_grad_(False)
-    return LoadedTarget(_name(options), model.to(device), tokenizer, tuple(notes))
+        model = _read_model(options, source, config, device, method)
+        model.eval().requires_grad_(False)
+        quantization = _quantization(model, method, options.gguf_file)
+        if quantization is not None:
+            notes.append(describe_weights(model, quantization))
+    return LoadedTarget(_name(options), model.to(device), tokenizer, tuple(notes), quantization)
 
 
 @contextmanager
@@ -133,25 +162,36 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """Those of the top-level packages that are not installed; none of them is imported."""
-    return [name for name in names if find_spec(name) is None]
+    """Those of the packages that are not installed; nothing but what holds a nested one is imported."""
+    return [name for name in names if not _is_there(name)]
 
 
-def _device(options: TransformersOptions) -> Any:
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that would hold it
+        return False
+
+
+def as_device(name: str, owner: str) -> torch.device:
+    """The device of that name; `auto` is cuda if there is one, else cpu. `owner` begins the messages.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     import torch
 
-    if options.device == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(options.device)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"target {options.model!r}: expected a device such as 'cpu', 'cuda' or 'auto', "
-            f"got {options.device!r}."
+            f"{owner}: expected a device such as 'cpu', 'cuda' or 'auto', got {name!r}."
         ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"target {options.model!r}: device {options.device!r} was asked for, but torch sees "
+            f"{owner}: device {name!r} was asked for, but torch sees "
             f"{torch.cuda.device_count()} CUDA devices here; use device 'auto' or 'cpu'."
         )
     return device
@@ -239,6 +279,61 @@ def _check_causal(options: TransformersOptions, config: Any) -> None:
         )
 
 
+def _quantiser(options: TransformersOptions, config: Any) -> str | None:
+    """The method by which the checkpoint came quantised, whose packages must be there."""
+    stated = _stated(config)
+    if not stated:
+        return None
+    method = str(stated.get("quant_method") or ("bitsandbytes" if _in_bits(stated) else "unknown"))
+    if missing := missing_packages(_QUANTISERS.get(method, ())):
+        wanted = " ".join(_PIP_NAMES.get(name, name) for name in missing)
+        raise ConfigError(
+            f"target {options.model!r}: its weights were quantised by {method}, which needs {wanted}; "
+            f"run: pip install {wanted}"
+        )
+    return method
+
+
+def _stated(config: Any) -> dict[str, Any]:
+    """What the config says of its quantisation, nothing if it says nothing."""
+    own = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    return {} if own is None else dict(own if isinstance(own, dict) else own.to_dict())
+
+
+def _in_bits(stated: dict[str, Any]) -> str:
+    """The setting in words, from what transformers' configs of several methods call their bits."""
+    if stated.get("load_in_8bit"):
+        return "int8 weights and activations"
+    if stated.get("load_in_4bit"):
+        double = ", double quantisation" if stated.get("bnb_4bit_use_double_quant") else ""
+        return f"{stated.get('bnb_4bit_quant_type', 'fp4')}{double}"
+    for key in ("bits", "wbits", "w_bit", "nbits"):
+        if stated.get(key):
+            return f"{stated[key]}-bit weights"
+    for key in ("weights", "quant_type", "format"):
+        if stated.get(key):
+            return f"{str(stated[key]).partition('(')[0]} weights"
+    return ""
+
+
+def _quantization(model: Any, method: str | None, gguf_file: str | None) -> Quantization | None:
+    if gguf_file is not None:
+        return Quantization("gguf", gguf_file, packed=False, batch_invariant=None, compileable=True)
+    if method is None:
+        return None
+    stated = _stated(model.config)
+    quantizer = getattr(model, "hf_quantizer", None)
+    return Quantization(
+        method,
+        _in_bits(stated),
+        packed=bool(quantized_linears(model)),
+        compileable=bool(getattr(quantizer, "is_compileable", False)),
+        kernel=f"as transformers does for {method}",
+    )
+
+
 def _keep_first_layers(options: TransformersOptions, config: Any, layers: int) -> str:
     text = config.get_text_config()
     total = text.num_hidden_layers
@@ -284,7 +379,13 @@ def _has_any_file(source: dict[str, Any], names: Sequence[str]) -> bool:
     )
 
 
-def _read_model(options: TransformersOptions, source: dict[str, Any], config: Any) -> Any:
+def _read_model(
+    options: TransformersOptions,
+    source: dict[str, Any],
+    config: Any,
+    device: torch.device,
+    method: str | None,
+) -> Any:
     from transformers import AutoModelForCausalLM
 
     settings: dict[str, Any] = {"config": config, "dtype": options.dtype}
@@ -292,7 +393,9 @@ def _read_model(options: TransformersOptions, source: dict[str, Any], config: An
         from transformers import GgufConfig
 
         settings["quantization_config"] = GgufConfig(gguf_file=options.gguf_file, dequantize=True)
-    with _explained(options, "weights"):
+    elif method is not None:  # packed for the device where it is read
+        settings["device_map"] = {"": device}
+    with _explained(options, "weights", method):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **source, **settings, output_loading_info=True
         )
@@ -307,7 +410,9 @@ def _read_model(options: TransformersOptions, source: dict[str, Any], config: An
 
 
 @contextmanager
-def _explained(options: TransformersOptions, part: str) -> Iterator[None]:
+def _explained(
+    options: TransformersOptions, part: str, method: str | None = None
+) -> Iterator[None]:
     """Turn what transformers raises while it reads `part` into one sentence for the user."""
     from huggingface_hub.errors import LocalEntryNotFoundError
     from safetensors import SafetensorError
@@ -323,7 +428,9 @@ def _explained(options: TransformersOptions, part: str) -> Iterator[None]:
                 " local folder, or go online once."
             ) from error
         advice = (
-            "pass trust_remote_code=true if you trust the code that comes with it"
+            f"the checkpoint was quantised by {method}; choose another that runs on this device"
+            if method is not None
+            else "pass trust_remote_code=true if you trust the code that comes with it"
             if "trust_remote_code" in str(error)
             else "check the folder or the Hugging Face Hub id, and the revision"
         )

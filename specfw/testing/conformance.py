@@ -22,12 +22,14 @@ from specfw.contracts import (
     Drafter,
     DraftLimits,
     Feedback,
+    LoadedTarget,
     Outcome,
     RequestView,
     Requirements,
     Scheduler,
     SchedulerView,
     TargetInfo,
+    TargetLoader,
     Verifier,
 )
 from specfw.decoding.builder import DraftBuilder
@@ -38,13 +40,21 @@ from specfw.decoding.random import KeyedSource, RandomSource
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
 from specfw.engine.fixed import FixedScheduler
+from specfw.engine.model_runner import ModelRunner
 from specfw.testing.cases import SETTINGS, Case, build_engine, deep_enough, table_runner
 from specfw.testing.certification import Certificate, certify
 from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
+from specfw.testing.near_ties import greedy_differences
 from specfw.testing.table_model import TableTokenizer
 from specfw.types import SamplingParams
+from specfw.weights import quantized_linears, weight_bytes
 
-__all__ = ["DrafterConformance", "SchedulerConformance", "VerifierConformance"]
+__all__ = [
+    "DrafterConformance",
+    "SchedulerConformance",
+    "TargetConformance",
+    "VerifierConformance",
+]
 
 _LONG = Case(SETTINGS["temperature"], vocab_size=4, horizon=10, batch=3)
 """Enough steps for state to go wrong; run with keyed noise, not enumerated."""
@@ -480,6 +490,80 @@ class SchedulerConformance(ABC):
         scheduler = self.make()
         scheduler.attach(_table_info(_LONG))
         return scheduler
+
+
+class TargetConformance(ABC):
+    """The contract of target loaders; give it a small model, for each test loads one."""
+
+    tolerance: ClassVar[float] = 1.0
+    """Where greedy texts with and without a drafter part, the two best tokens may be this many standard
+    deviations of the logits apart."""
+
+    @abstractmethod
+    def make(self) -> TargetLoader:
+        """A loader of a small model."""
+
+    def test_loads_what_can_run(self) -> None:
+        """A model in training mode, or with gradients, decodes something else or wastes memory."""
+        loaded = self.make().load()
+        assert isinstance(loaded, LoadedTarget)
+        assert loaded.name
+        assert not loaded.model.training
+        assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+        ModelRunner(loaded.model)  # which compares the packed forward with the model's own
+
+    def test_the_same_model_again(self) -> None:
+        """Loading must neither depend on chance nor change what was loaded before."""
+        first = ModelRunner(self.make().load().model)
+        tokens = _words(first)[:8]
+        before = first.stock_logits(tokens)
+        again = ModelRunner(self.make().load().model)
+        assert torch.equal(first.stock_logits(tokens), before)
+        assert torch.equal(again.stock_logits(tokens), before)
+
+    def test_says_what_is_quantised(self) -> None:
+        """Who runs a quantised target must be able to know it."""
+        loaded = self.make().load()
+        layers = quantized_linears(loaded.model)
+        if loaded.quantization is None:
+            assert not layers, "the model holds quantised layers; state `quantization`"
+            return
+        assert loaded.notes, "notes must say what was quantised"
+        if loaded.quantization.packed:
+            assert layers, "the weights are said to be packed, but all linear layers are dense"
+        for name, layer in layers:
+            dense = 4 * layer.in_features * layer.out_features
+            assert weight_bytes(layer) < dense, f"{name} takes more memory than in float32"
+
+    @torch.inference_mode()
+    def test_batch_invariance_is_as_stated(self) -> None:
+        """A promise that a row does not depend on those beside it must hold to the last bit."""
+        loaded = self.make().load()
+        if loaded.quantization is None or not loaded.quantization.batch_invariant:
+            pytest.skip("no layer promises it")
+        generator = torch.Generator().manual_seed(0)
+        for name, layer in quantized_linears(loaded.model):
+            width = int(layer.in_features)
+            x = torch.randn(1, 9, width, generator=generator).to(
+                loaded.model.device, loaded.model.dtype
+            )
+            for rows in (1, 2, 5):
+                assert torch.equal(layer(x[:, :rows]), layer(x)[:, :rows]), name
+
+    @pytest.mark.parametrize("rows", [2, 8])
+    def test_greedy_texts_part_at_near_ties_only(self, rows: int) -> None:
+        """A draft may change a greedy text only where passes over more rows do so without any drafter."""
+        runner = ModelRunner(self.make().load().model)
+        words = _words(runner)
+        for start in range(0, 12, 4):
+            for found in greedy_differences(runner, words[start : start + 4], new=16, rows=rows):
+                assert found.reproduced, f"an engine fault: {found}"
+                assert found.gap <= self.tolerance, f"no near-tie: {found}"
+
+
+def _words(runner: ModelRunner) -> list[int]:
+    random = np.random.default_rng(3)
+    return [int(token) for token in random.integers(0, runner.vocab_size, 16)]
 
 
 def _table_info(case: Case) -> TargetInfo:
