@@ -11,7 +11,13 @@ from specfw.lazy import lazy_names
 
 if TYPE_CHECKING:
     from specfw.training.batches import Batch, Batches, frequent_tokens
-    from specfw.training.features import Features, check_laws, layer_number, target_logits
+    from specfw.training.features import (
+        Features,
+        check_laws,
+        final_norm,
+        layer_number,
+        target_logits,
+    )
     from specfw.training.files import whole_file
     from specfw.training.loop import LoopSettings, Problem, train_loop
     from specfw.training.run import TrainingRun
@@ -27,6 +33,7 @@ __all__ = [
     "Texts",
     "TrainingRun",
     "check_laws",
+    "final_norm",
     "frequent_tokens",
     "layer_number",
     "target_logits",
@@ -47,6 +54,7 @@ __getattr__ = lazy_names(
         "TrainingRun": "specfw.training.run",
         "frequent_tokens": "specfw.training.batches",
         "check_laws": "specfw.training.features",
+        "final_norm": "specfw.training.features",
         "layer_number": "specfw.training.features",
         "target_logits": "specfw.training.features",
         "train_loop": "specfw.training.loop",

@@ -20,7 +20,7 @@ from specfw.errors import ConfigError
 from specfw.training.files import whole_file
 from specfw.training.texts import Shard
 
-__all__ = ["Features", "check_laws", "layer_number", "target_logits"]
+__all__ = ["Features", "check_laws", "final_norm", "layer_number", "target_logits"]
 
 _ROWS = 2048
 """Tokens of one pass, padding included."""
@@ -58,6 +58,37 @@ def check_laws(target: TargetInfo, who: str) -> None:
             f"{who}: expected a target whose logits are the vocabulary projection of its last hidden state, but "
             f"those of {target.name!r} are changed after it; train recycling for this target"
         )
+
+
+@torch.inference_mode()
+def final_norm(target: TargetInfo, who: str) -> torch.nn.Module:
+    """The target's norm after its last layer, whose output is its last hidden state.
+
+    Raises:
+        ConfigError: it has none that can be told by what it returns.
+    """
+    returned: list[tuple[torch.nn.Module, Any]] = []
+    decoder = target.model.get_decoder()
+    hooks = [
+        child.register_forward_hook(lambda module, _, output: returned.append((module, output)))
+        for child in decoder.children()
+        if not isinstance(child, torch.nn.ModuleList)
+    ]
+    try:
+        ids = torch.zeros(1, 3, dtype=torch.long, device=target.device)
+        last = target.model(
+            input_ids=ids, use_cache=False, output_hidden_states=True
+        ).hidden_states[-1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, output in reversed(returned):
+        if isinstance(output, Tensor) and output.shape == last.shape and torch.equal(output, last):
+            return module
+    raise ConfigError(
+        f"{who}: expected a target with a norm after its last layer, but {target.name!r} has none that is told by "
+        "what it returns; train recycling for this target"
+    )
 
 
 class Features:

@@ -9,12 +9,12 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from specfw.components import Component, Options
-from specfw.contracts import API_VERSION, Drafter
+from specfw.contracts import API_VERSION, Drafter, Trainer
 from specfw.hookspecs import hookimpl
 
 # torch is imported where a drafter is built, so that finding the plugin stays quick.
 
-__all__ = ["EarlyExitOptions"]
+__all__ = ["AdapterTrainerOptions", "EarlyExitOptions"]
 
 specfw_api = API_VERSION
 
@@ -49,6 +49,25 @@ class EarlyExitOptions(Options):
         return self
 
 
+class AdapterTrainerOptions(Options):
+    """How an exit adapter is trained."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Training steps in all; None leaves it to the time."""
+    layer: Annotated[int, Field(ge=1)] | None = None
+    """Layers of the target before the exit; None takes a third of them."""
+    rank: Annotated[int, Field(ge=1)] = 128
+    """Width of the adapter's middle."""
+    texts: Annotated[int, Field(ge=1)] = 4
+    """Texts in a batch."""
+    places: Annotated[int, Field(ge=1)] = 256
+    """Places of a batch at which laws are compared, at most."""
+    rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """The learning rate."""
+    feature_bytes: Annotated[int, Field(ge=0)] = 16_000_000_000
+    """Disk for the target's hidden states; what does not fit is computed again for each batch."""
+
+
 def _build(options: EarlyExitOptions) -> Drafter:
     from specfw_plugin_early_exit.adapter import ExitAdapter
     from specfw_plugin_early_exit.drafter import EarlyExitDrafter
@@ -72,5 +91,20 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             EarlyExitOptions,
             "Some of the target's own layers, which verification does not run again.",
             example={"layer": 1, "width": 2},
+        )
+    }
+
+
+def _build_trainer(options: AdapterTrainerOptions) -> Trainer:
+    from specfw_plugin_early_exit.training import AdapterTrainer
+
+    return AdapterTrainer(options)
+
+
+@hookimpl
+def specfw_trainers() -> Mapping[str, Component[Trainer]]:
+    return {
+        "early-exit": Component(
+            _build_trainer, AdapterTrainerOptions, "An exit adapter for one early layer."
         )
     }
