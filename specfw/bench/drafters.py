@@ -39,6 +39,7 @@ __all__ = [
     "DraftersBench",
     "bench_drafters",
     "first_of_each",
+    "in_turn",
     "plot_drafters",
 ]
 
@@ -210,7 +211,7 @@ def bench_drafters(
             ids = pipeline.encode([{"role": "user", "content": prompt.turns[0]}])
             seen: dict[str, list[_Sum]] = {}
             for turn in range(rounds if number else 1):
-                for name in _in_turn([NONE, *drafters], number + turn):
+                for name in in_turn([NONE, *drafters], number + turn):
                     progress(f"prompt {number} of {len(chosen)} ({prompt.category}): {name}")
                     switch.use(name)
                     one = _decode(pipeline, ids, max_new_tokens if number else _WARM_UP)
@@ -299,7 +300,7 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return chosen
 
 
-def _in_turn(names: Sequence[str], number: int) -> list[str]:
+def in_turn(names: Sequence[str], number: int) -> list[str]:
     """The names, beginning with another one for each prompt, so that none is always first."""
     start = number % len(names)
     return [*names[start:], *names[:start]]

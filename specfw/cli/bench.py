@@ -141,3 +141,38 @@ def schedulers(
         print_json(result.mapping())
     else:
         print(result.markdown())
+
+
+@app.command("quantized")
+def quantized(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="An expression such as \"torch-int(target='demo')\"; may be repeated."),
+    ] = None,
+    drafter: Annotated[str, typer.Option(help="For the speculative runs.")] = "ngram",
+    per_category: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it into this PNG; needs matplotlib.")
+    ] = None,
+    as_json: JsonOutput = False,
+) -> None:
+    """Quantised targets against the bfloat16 one: speed, memory, acceptance, quality."""
+    from specfw.bench.quantized import TARGETS, bench_quantized
+
+    with showing_progress() as progress:
+        result = bench_quantized(
+            target or TARGETS, drafter, per_category, tokens, prompts, progress
+        )
+    if markdown is not None:
+        markdown.write_text(result.markdown(), encoding="utf-8")
+    if plot is not None:
+        result.plot(plot)
+    if as_json:
+        print_json(result.mapping())
+    else:
+        print(result.markdown())

@@ -14,6 +14,7 @@ from specfw.cli.options import (
     JsonOutput,
     Overrides,
     Schedulers,
+    Target,
     Verifier,
     print_json,
     read_config,
@@ -21,6 +22,7 @@ from specfw.cli.options import (
 from specfw.components import Kind
 from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
+from specfw.types import Guarantee
 
 __all__ = ["NAME", "command"]
 
@@ -47,6 +49,7 @@ def command(
     processes: Annotated[
         int, typer.Option(min=1, help="With --all: processes that share the work.")
     ] = 2,
+    target: Target = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
     as_json: JsonOutput = False,
@@ -56,10 +59,10 @@ def command(
     Exit code 1 if its guarantee is broken.
     """
     if every:
-        if config or overrides:
+        if config or overrides or target:
             raise ConfigError(
-                "certify: expected --all alone or with names of components, got a config or --set as well; "
-                "leave these out"
+                "certify: expected --all alone or with names of components, got a config, --set or --target "
+                "as well; leave these out"
             )
         _certify_all(drafter, verifier, scheduler, deep, out, processes, as_json)
         return
@@ -84,14 +87,17 @@ def command(
                 f"case {number + 1} of {total}: {case.paste()}"
             ),
         )
+    on_target = None if target is None else _measure(target, certificate.guarantee)
     if as_json:
-        print_json(_mapping(certificate))
+        print_json(_mapping(certificate, on_target))
     else:
         for cause, times in certificate.faults.items():
             console.print(
                 f"drafts lost {times} times: the drafter {cause}", style="yellow", markup=False
             )
         print(certificate)
+        if on_target is not None:
+            print(f"on {target}: {on_target}")
     if not certificate.ok:
         raise typer.Exit(1)
 
@@ -131,7 +137,17 @@ def _certify_all(
         raise typer.Exit(1)
 
 
-def _mapping(certificate: Any) -> dict[str, Any]:
+def _measure(target: str, guarantee: Guarantee) -> str:
+    """What the guarantee means on a real target, whose passes round as their shape has it."""
+    from specfw.bench.shapes import guarantee_on, shape_dependence
+    from specfw.pipeline import Pipeline
+
+    with Pipeline.from_config({"target": target}) as pipeline:
+        shapes = shape_dependence(pipeline.engine.runner)
+        return guarantee_on(guarantee, pipeline.target.quantization, shapes)
+
+
+def _mapping(certificate: Any, on_target: str | None = None) -> dict[str, Any]:
     """The stable keys of `specfw certify --json`."""
     return {
         "ok": certificate.ok,
@@ -143,5 +159,6 @@ def _mapping(certificate: Any) -> dict[str, Any]:
         "drafted": certificate.drafted,
         "accepted": certificate.accepted,
         "faults": dict(certificate.faults),
+        "on_target": on_target,
         "counterexample": str(certificate.counterexample) if certificate.counterexample else None,
     }

@@ -54,7 +54,7 @@ _QUANTISERS = {
     "compressed-tensors": ("compressed_tensors",),
     "eetq": ("kernels", "accelerate"),
     "fp8": ("accelerate",),
-    "gptq": ("optimum", "gptqmodel"),
+    "gptq": ("optimum.gptq", "gptqmodel"),
     "hqq": ("hqq",),
     "mxfp4": ("kernels", "accelerate"),
     "quanto": ("optimum.quanto", "accelerate"),
@@ -65,6 +65,7 @@ _QUANTISERS = {
 _PIP_NAMES = {
     "auto_round": "auto-round",
     "compressed_tensors": "compressed-tensors",
+    "optimum.gptq": "optimum",
     "optimum.quanto": "optimum-quanto",
 }
 
