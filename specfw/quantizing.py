@@ -82,7 +82,7 @@ class QuantizingLoader(TargetLoader):
                 f"{wanted} to be installed", "no such package", f"run: pip install {wanted}"
             )
         loaded = self.options.target.build().load()
-        if loaded.quantization is not None:
+        if loaded.quantization is not None and loaded.quantization.packed:
             return self._ready(loaded)
         with quiet_transformers():
             self._place(loaded.model)
@@ -102,7 +102,7 @@ class QuantizingLoader(TargetLoader):
         found = loaded.quantization
         assert found is not None
         asked = sorted(self.options.model_fields_set - {"target"})
-        if found.method != self.name or not found.packed:
+        if found.method != self.name:
             raise self.refusal(
                 f"a model that is not quantised yet, or by {self.name}",
                 f"{loaded.name!r}, which is quantised by {found}",

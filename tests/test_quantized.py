@@ -307,3 +307,54 @@ def test_a_quantised_copy_of_the_target_drafts_for_it() -> None:
         texts.append(output.token_ids)
     assert texts[0] == texts[1]
     assert output.speculation.acceptance_length > 2.0
+
+
+def test_a_setting_is_told_in_words() -> None:
+    """Configs of several methods call their bits differently."""
+    said = target_module._in_bits
+    assert said({"load_in_8bit": True}) == "int8 weights and activations"
+    assert said({"bits": 4, "group_size": 128}) == "4-bit weights"
+    nested = {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
+    assert said(nested) == "Int8WeightOnlyConfig weights"
+    assert said({"format": "pack-quantized"}) == "pack-quantized weights"
+    assert said({}) == ""
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch-int(target='demo', scheme='w8a16', dtype='{}')",
+        "torch-int(target='demo', scheme='w4a16', dtype='{}')",
+        "torch-int(target='demo', scheme='w8a8', dtype='{}')",
+        "bitsandbytes(target='demo', bits=8, dtype='{}')",
+        "bitsandbytes(target='demo', bits=4, dtype='{}')",
+        "quanto(target='demo', weights='int8', dtype='{}')",
+        "quanto(target='demo', weights='int4', dtype='{}')",
+        "quanto(target='demo', weights='float8', dtype='{}')",
+    ],
+)
+def test_on_the_demo_model(
+    target: str, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each loader on a real model: packed against stock in float32, then decoding with two drafters."""
+    if not pytestconfig.getoption("--deep"):
+        pytest.skip("takes minutes; run with --deep")
+    manager = PluginManager()
+    runner = ModelRunner(manager.bind("target", target.format("float32")).build().load().model)
+    if "w8a8" not in target:  # whose rounded activations amplify the last digit
+        assert runner.probe_error < 1e-4
+    del runner
+    drafters = ("none", "ngram", "small-model(model=demo(layers=20), max_nodes=2)")
+    config = {"target": target.format("bfloat16")}
+    texts = []
+    for drafter in drafters:
+        with Pipeline.from_config({**config, "drafter": drafter}) as pipe:
+            [output] = pipe.generate(
+                "one two three one two three", max_new_tokens=12, temperature=0.0
+            )
+            texts.append(output.text)
+            assert output.finish_reason in ("stop", "length")
+            note = pipe.target.notes[-1]
+    with capsys.disabled():
+        print(f"\n{note}\n{texts}")
+    assert all(texts)

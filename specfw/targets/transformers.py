@@ -314,9 +314,16 @@ def _in_bits(stated: dict[str, Any]) -> str:
         if stated.get(key):
             return f"{stated[key]}-bit weights"
     for key in ("weights", "quant_type", "format"):
-        if stated.get(key):
-            return f"{str(stated[key]).partition('(')[0]} weights"
+        if isinstance(said := _type_name(stated.get(key)), str):
+            return f"{said} weights"
     return ""
+
+
+def _type_name(said: Any) -> Any:
+    """torchao's configs are mappings that name a class; it may be one for all layers, as `default`."""
+    while isinstance(said, dict):
+        said = said.get("_type") or said.get("default")
+    return said
 
 
 def _quantization(model: Any, method: str | None, gguf_file: str | None) -> Quantization | None:

@@ -1,7 +1,6 @@
 """The layers: a linear one with integer weights, for each scheme.
 
-Each quantises symmetrically: `w8a8` and `w8a16` with a scale for each output, `w4a16` with one for each
-32 weights. Integer products are exact in whatever order they are summed, and the weight-only kernels sum
+`w8a8` and `w8a16` have a scale for each output, `w4a16` has a scale and a zero for each 32 weights. Integer products are exact in whatever order they are summed, and the weight-only kernels sum
 each row by itself, so that no row's result depends on the others.
 """
 
@@ -105,12 +104,13 @@ class W4A16(_IntLinear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         grouped = linear.weight.detach().float().unflatten(-1, (-1, _GROUP))
-        values, scale = _rounded(grouped, 7)
-        codes = (values + 8).to(torch.int32).flatten(1)
+        least, most = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+        scale = ((most - least) / 15).clamp_min(1e-12)
+        codes = ((grouped - least) / scale).round_().to(torch.int32).flatten(1)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
         self.register_buffer("weight", packed)
-        scales = scale.squeeze(-1).t()  # [groups, out_features]
-        both = torch.stack([scales, torch.zeros_like(scales)], -1)
+        # The kernel takes a code of 8 for the zero of its group: [groups, out_features, scale and zero].
+        both = torch.cat([scale, least + 8 * scale], -1).transpose(0, 1)
         self.register_buffer("scale", both.to(linear.weight.dtype).contiguous())
 
     def _product(self, rows: Tensor) -> Tensor:
