@@ -54,6 +54,10 @@ class EngineConfig(BaseModel):
     """Tokens that one step scores, over all requests."""
     prefill_chunk: _Count = 256
     """Prompt tokens of one request that one step scores."""
+    prefill_share: Annotated[float, Field(gt=0.0, le=1.0, strict=False)] = 1.0
+    """The part of a step's tokens that prompts may take while other requests decode."""
+    patience: _Count = 64
+    """How many requests that came later, and have a higher priority, may overtake one that waits."""
     block_size: _Count = 16
     """KV slots of one block."""
     kv_tokens: _Count | None = None

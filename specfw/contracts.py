@@ -8,7 +8,7 @@ methods of plain objects. Words are those of the glossary in `docs/reference/glo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -70,6 +70,9 @@ class TargetInfo:
     """The target's module; for reading (embeddings, head, config), never for changing."""
     device: torch.device
     dtype: torch.dtype
+    pass_seconds: Callable[[], Mapping[int, float]] | None = None
+    """Seconds of a target pass by its rows: measured at the first call, unless the user's cache has them;
+    None where nobody measures, as in certification."""
 
 
 class RequestView(ABC):
@@ -334,8 +337,32 @@ class Scheduler(ABC):
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         """Draft limits per request, at most `view.caps`."""
 
+    @property
+    def stops_drafts(self) -> bool:
+        """Whether it answers before draws; if no scheduler does, none is asked."""
+        mine = type(self)
+        return (
+            mine.before_draw is not Scheduler.before_draw
+            or mine.after_kept is not Scheduler.after_kept
+        )
+
     def before_draw(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Asked with the law of each coming draw, float [M, V]: bool [M], False stops; None means go on."""
+        """Asked with the law of each coming draw, float [M, V]: bool [M], False stops; None means go on.
+
+        For a greedy request, which has no draw, the law is the softmax of its logits.
+        """
+        return None
+
+    def after_kept(self, chances: torch.Tensor) -> torch.Tensor | None:
+        """Asked at the same time with what was drawn and kept on the way to each coming draw.
+
+        Args:
+            chances: the probability that each of these tokens had in the law it was drawn from, in order,
+                float [M, D]; 1 at guesses, and in front where the way is shorter.
+
+        Returns:
+            bool [M], False stops; None means go on. All that was drawn stays in the draft either way.
+        """
         return None
 
     def observe(self, feedback: Feedback) -> None:

@@ -170,6 +170,8 @@ class SamplingParams(_Params):
     top-h, top-k, top-p, min-p, typical, epsilon and eta. Presence and frequency penalties count
     generated tokens; everything else that looks back counts the prompt too, as in transformers.
 
+    Requests of higher `priority` are let in and served first; the text does not depend on it.
+
     One of `json_schema`, `regex`, `grammar` and `choices` keeps the text within a language: a
     mapping or JSON text or a pydantic model; a regular expression for the whole text; a grammar in
     Lark's or llama.cpp's notation; texts of which one is to come. A token that ends the text (an
@@ -218,6 +220,7 @@ class SamplingParams(_Params):
     ignore_eos: bool = False
     include_stop: bool = False
     max_time: Annotated[float, Field(gt=0.0)] | None = None
+    priority: int = 0
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     speculation: SpeculationParams = SpeculationParams()

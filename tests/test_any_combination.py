@@ -69,6 +69,7 @@ SCHEDULERS = one_of_installed(
     {"name": "adaptive-k", "start": 2, "max_nodes": 3, "warmup": 0, "carry_over": True},
     {"name": "confidence", "measure": "top", "threshold": 0.5, "rate": 0.3},
     {"name": "confidence", "threshold": 0.6, "rate": 0.2},
+    {"name": "confidence", "measure": "path", "threshold": 0.4, "rate": 0.2},
     {"name": "goodput", "max_nodes": 3, "max_width": 2, "warmup": 2, "memory": 2.0},
 )
 
@@ -132,7 +133,7 @@ def test_what_is_installed_is_drawn() -> None:
     """A list that lost its components to a rename would leave little to draw."""
     assert len(SIMPLE) >= 5
     assert len(VERIFIERS) == 3
-    assert len(SCHEDULERS) == 6
+    assert len(SCHEDULERS) == 7
 
 
 @pytest.mark.parametrize("verifier", ["typical"])

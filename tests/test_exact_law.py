@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specfw.builtins import NoDrafter
-from specfw.contracts import Drafter, DraftLimits, Outcome, Verifier
+from specfw.contracts import Drafter, DraftLimits, Outcome, RequestView, Verifier
+from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.coupled import CoupledVerifier
 from specfw.decoding.draft import Draft
 from specfw.decoding.probabilities import NodeLaws
@@ -40,6 +41,7 @@ from specfw.testing.conformance import (
     SchedulerConformance,
     VerifierConformance,
 )
+from specfw.testing.drafting import Text, draft
 from specfw.testing.laws import Emission, target_law, total_variation
 from specfw.types import Guarantee, SamplingParams
 
@@ -99,6 +101,22 @@ def test_more_siblings_than_tokens(verifier: Callable[[], Verifier]) -> None:
         cases=[case],
     )
     assert certificate.ok, str(certificate)
+
+
+class TwoLevels(Drafter):
+    """Asks for two children below the root, then for two below each of these at once."""
+
+    def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
+        logits = torch.arange(8.0)
+        first = builder.sample(builder.roots, logits.expand(len(requests), -1), 2)
+        builder.sample(first.reshape(-1), logits.expand(first.size, -1), 2)
+
+
+@pytest.mark.parametrize("limits", [DraftLimits(9, 3, 3), DraftLimits(5, 2, 9)])
+def test_the_first_of_several_parents_leaves_room(limits: DraftLimits) -> None:
+    """A parent that is given room for more children than are drawn takes it from those after it."""
+    made = draft(TwoLevels(), Text([1, 2]), limits)
+    assert made.parent[0].tolist() == [-1, 0, 0, 1, 1, 2, 2][: 1 + limits.max_nodes]
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

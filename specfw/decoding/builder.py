@@ -58,7 +58,7 @@ class DraftBuilder:
         random: RandomSource,
         noise: Literal["target", "draft"],
         vocab_size: int,
-        may_draw: Callable[[Tensor], Tensor | None] = lambda q: None,
+        may_draw: Callable[[Tensor, Tensor], Tensor | None] | None = None,
         reach: Sequence[int] | None = None,
         layers: TargetLayers | None = None,
     ) -> None:
@@ -71,7 +71,8 @@ class DraftBuilder:
             random: the source of all chance.
             noise: the verifier's (`Verifier.noise`).
             vocab_size: width of the target's logits rows.
-            may_draw: the schedulers' stop rule, asked with each law q [M, V] before a draw.
+            may_draw: the schedulers' stop rule, asked before a draw with each law q [M, V] and with how
+                likely the tokens on the way to each parent were, [M, D].
             reach: how many positions the context has left behind each root; None for no end.
             layers: the draft layers, where the drafter requires some.
         """
@@ -92,6 +93,7 @@ class DraftBuilder:
         self._guessed = np.full(shape, -1, np.int64)  # tokens known on the host
         self._token = root.new_zeros(shape)
         self._token[:, 0] = root
+        self._chance: Tensor | None = None  # how likely each token was; one at guesses
         self._laws: list[Tensor] = []
         self._drafter_index = -1
         self._above: DraftBuilder | None = None  # whose limits hold too
@@ -269,7 +271,7 @@ class DraftBuilder:
             )
         logits = logits.to(self._token.device)
         handles = np.full((len(parents), width), -1, np.int64)
-        room = np.minimum(self._shared_room(parents), min(width, self._vocab_size))
+        room = self._shared_room(parents, min(width, self._vocab_size))
         rows = np.flatnonzero(room)
         if not len(rows):
             return handles
@@ -444,7 +446,7 @@ class DraftBuilder:
         logits = torch.where(bad[:, None], 0, logits)
         depth = self._index(self._total_depth(parents))
         path = (
-            self._path_tokens(parents)
+            self._along_path(parents, self.tokens_of, -1)
             if self._sampling.reads_path
             else depth.new_empty(len(parents), 0)
         )
@@ -468,33 +470,59 @@ class DraftBuilder:
         known = self.non_finite.setdefault(owner, none > 0)
         known |= none.index_add(0, request, lawless.long()) > 0
 
-    def _path_tokens(self, nodes: Handles) -> Tensor:
-        """Draft tokens from below the root to each node, in order: int64 [M, D], -1 padded in front."""
+    def _along_path(
+        self, nodes: Handles, values_of: Callable[[Handles], Tensor], padding: float
+    ) -> Tensor:
+        """A value of every node from below the root to each of `nodes`, in order: [M, D], padded in front."""
         columns = []
         while (nodes >= 0).any():
             inner = (nodes >= 0) & (self._total_depth(np.maximum(nodes, 0)) > 0)
-            tokens = self.tokens_of(np.maximum(nodes, 0))
-            columns.append(torch.where(torch.from_numpy(inner).to(tokens.device), tokens, -1))
+            values = values_of(np.maximum(nodes, 0))
+            columns.append(torch.where(torch.from_numpy(inner).to(values.device), values, padding))
             above = [self._parent_handle(int(node)) if node >= 0 else -1 for node in nodes]
             nodes = np.array(above, np.int64)
         return torch.stack(columns[::-1], 1)
 
     def _take_best(self, parents: Handles, scores: Tensor, room: NDArray[np.int64]) -> Handles:
-        width = min(int(room.max()), scores.shape[1])
-        if width == 1:  # the lowest id on ties, as the verifier has it
-            return self._add_children(parents, scores.argmax(-1, keepdim=True), room)
-        return self._add_children(parents, scores.topk(width, -1).indices, room)
+        def draw(parents: Handles, q: Tensor, room: NDArray[np.int64]) -> Handles:
+            width = min(int(room.max()), q.shape[1])
+            if width == 1:  # the lowest id on ties, as the verifier has it
+                return self._add_children(parents, q.argmax(-1, keepdim=True), room)
+            return self._add_children(parents, q.topk(width, -1).indices, room)
+
+        if self._may_draw is None:
+            return draw(parents, scores, room)
+        return self._draw_if_wanted(parents, scores.softmax(-1), room, draw)
 
     def _draw(self, parents: Handles, scores: Tensor, room: NDArray[np.int64]) -> Handles:
         q = self._sampling.laws(scores, self._row_of(parents))
-        keep = self._may_draw(q)
+        draw = self._draw_coupled if self._noise == "target" else self._draw_fresh
+        return self._draw_if_wanted(parents, q, room, draw)
+
+    def _draw_if_wanted(
+        self,
+        parents: Handles,
+        q: Tensor,
+        room: NDArray[np.int64],
+        draw: Callable[[Handles, Tensor, NDArray[np.int64]], Handles],
+    ) -> Handles:
+        """Draw where the schedulers do not stop it, and note how likely what was drawn is."""
+        if self._may_draw is None:
+            return draw(parents, q, room)
+        if self._chance is None:
+            self._chance = torch.ones_like(self._token, dtype=q.dtype)
+        chance = self._chance.view(-1)
+        path = self._along_path(parents, lambda nodes: chance[self._index(nodes)], 1.0)
+        keep = self._may_draw(q, path)
         if keep is not None:
             room = room * keep.cpu().numpy()
-        rows = np.flatnonzero(room)
         handles = np.full((len(parents), int(room.max(initial=0))), -1, np.int64)
-        if len(rows):
-            draw = self._draw_coupled if self._noise == "target" else self._draw_fresh
-            handles[rows] = draw(parents[rows], q[self._index(rows)], room[rows])
+        if len(rows := np.flatnonzero(room)):
+            drawn = draw(parents[rows], q[self._index(rows)], room[rows])
+            handles[rows] = drawn
+            row, rank = np.nonzero(drawn >= 0)
+            nodes = self._index(drawn[row, rank])
+            chance[nodes] = q[self._index(rows[row]), self._token.view(-1)[nodes]]
         return handles
 
     def _draw_coupled(self, parents: Handles, q: Tensor, room: NDArray[np.int64]) -> Handles:
@@ -568,9 +596,9 @@ class DraftBuilder:
     def _depth_below(self, request: int, node: int) -> int:
         return int(self._depth.item(node)) - int(self._depth.item(int(self._roots[request])))
 
-    def _shared_room(self, parents: Handles) -> NDArray[np.int64]:
-        """Children that each of `parents` may get when they are served in order: [M]."""
-        room = self.room(parents)
+    def _shared_room(self, parents: Handles, most: int) -> NDArray[np.int64]:
+        """Children, at most `most`, that each of `parents` may get when they are served in order: [M]."""
+        room = np.minimum(self.room(parents), most)
         shares = [
             (
                 builder.request_of(parents),

@@ -130,6 +130,8 @@ class Engine:
         max_batch: int = 16,
         max_step_tokens: int = 512,
         prefill_chunk: int = 256,
+        prefill_share: float = 1.0,
+        patience: int = 64,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wire the parts.
@@ -141,9 +143,17 @@ class Engine:
         self.runner, self.memory, self.info = runner, memory, info
         self.drafters = OwnDrafters(drafter, drafters or {})
         self.verifier, self.schedulers, self.random = verifier, list(schedulers), random
+        self._asked = [s for s in schedulers if s.stops_drafts]
         self.store = runner.new_store(memory.num_slots)
         self.planner = Planner(
-            memory, schedulers, max_batch, max_step_tokens, prefill_chunk, verifier.supports_trees
+            memory,
+            schedulers,
+            max_batch,
+            max_step_tokens,
+            prefill_chunk,
+            verifier.supports_trees,
+            prefill_share,
+            patience,
         )
         self.grammars = Grammars(info)
         self.max_length = min(info.max_length, memory.num_blocks * memory.block_size)
@@ -273,7 +283,7 @@ class Engine:
             self.random,
             self.verifier.noise,
             self.info.vocab_size,
-            self._may_draw,
+            self._may_draw if self._asked else None,
             [self.max_length - len(request.tokens) for request in requests],
             layers,
         )
@@ -281,9 +291,10 @@ class Engine:
         self.drafters.propose(*guess_forced(requests, builder, sampling, ahead))
         return builder.build(), builder, sampling
 
-    def _may_draw(self, q: Tensor) -> Tensor | None:
-        answers = [answer for s in self.schedulers if (answer := s.before_draw(q)) is not None]
-        return torch.stack(answers).all(0) if answers else None
+    def _may_draw(self, q: Tensor, path: Tensor) -> Tensor | None:
+        answers = [one for s in self._asked for one in (s.before_draw(q), s.after_kept(path))]
+        given = [answer for answer in answers if answer is not None]
+        return torch.stack(given).all(0) if given else None
 
     def _forward(
         self,

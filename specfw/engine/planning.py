@@ -1,7 +1,12 @@
 """Who runs in a step: admission, token budget, prefill chunks, preemption, draft limits.
 
-First come, first served. Requests that decode come before prefill chunks, so that a long prompt does
-not stall them; a preempted request goes back to the head of the queue, so the oldest always proceeds.
+Higher priority comes first, and first come is first served among equals. A request that was overtaken
+`patience` times, or that lost its memory, is let in before all others, the oldest first. So a request waits
+for those that were waiting before it and for at most `patience` that came later, however urgent these are.
+
+Whoever decodes runs in every step, before prompts are read, so that a long prompt does not stall the others;
+of those that read, the first in order reads at least one token. If memory runs out, the last in order gives
+its own back, so the first always proceeds.
 """
 
 from __future__ import annotations
@@ -66,8 +71,21 @@ class Planner:
         max_step_tokens: int,
         prefill_chunk: int,
         trees: bool = True,
+        prefill_share: float = 1.0,
+        patience: int = 64,
     ) -> None:
-        """Start empty; without `trees` (the verifier takes chains only) no draft gets siblings."""
+        """Start empty.
+
+        Args:
+            memory, schedulers: as in the engine.
+            max_batch: requests that run at once.
+            max_step_tokens: tokens of one step, drafts included.
+            prefill_chunk: prompt tokens of one request in one step.
+            trees: without (the verifier takes chains only), no draft gets siblings.
+            prefill_share: part of a step's tokens that prompts may take while somebody decodes.
+            patience: how often a waiting request may be overtaken.
+        """
+        self._prefill_share, self._patience = prefill_share, patience
         self._trees = trees
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -103,27 +121,37 @@ class Planner:
         """Let waiting requests in while their whole text fits beside what the running ones still need."""
         promised = sum(self._blocks(request, request.uncomputed) for request in self.running)
         while self.waiting and len(self.running) < self._max_batch:
-            request = self.waiting[0]
+            request = min(self.waiting, key=self._turn)
             request.sequence = self._memory.open(request.tokens, request.reusable)
             promised += self._blocks(request, request.uncomputed)
             if promised > self._memory.available and self.running:
                 self._release(request)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.running.append(request)
             plan.admitted.append(request)
+            for other in self.waiting:
+                other.overtaken += other.id < request.id
+
+    def _turn(self, request: Request) -> tuple[bool, int, int]:
+        """Whose turn it is among those that wait: the least."""
+        waits = request.overtaken < self._patience
+        return waits, -request.params.priority if waits else 0, request.id
 
     def _choose_work(self, plan: Plan) -> None:
         budget, needed = self._max_step_tokens, 0
-        for request in sorted(self.running, key=lambda request: request.uncomputed > 1):
+        reading = {request for request in self.running if request.uncomputed > 1}
+        share = 1.0 if len(reading) == len(self.running) else self._prefill_share
+        prefill = max(1, int(share * budget))
+        for request in sorted(self.running, key=lambda r: (r in reading, *self._order(r))):
             context = min(request.uncomputed, budget)
-            if request.uncomputed > 1:
-                context = min(context, self._prefill_chunk)
+            if request in reading:
+                context = min(context, prefill, self._prefill_chunk)
             if context == 0 or request not in self.running:
                 continue
             blocks = self._blocks(request, context)
             while needed + blocks > self._memory.available:
-                victim = self.running[-1]
+                victim = max(self.running, key=self._order)
                 needed -= self._drop_work(plan, victim)
                 self._preempt(plan, victim)
                 if victim is request:
@@ -131,7 +159,13 @@ class Planner:
             else:
                 needed += blocks
                 budget -= context
+                prefill -= context if request in reading else 0
                 plan.work.append(Work(request, context, decodes=context == request.uncomputed))
+
+    @staticmethod
+    def _order(request: Request) -> tuple[int, int]:
+        """Who is served first among those that run: the least."""
+        return -request.params.priority, request.id
 
     def _drop_work(self, plan: Plan, victim: Request) -> int:
         """Take a request's work back; how many blocks it was going to need."""
@@ -143,6 +177,7 @@ class Planner:
         self.running.remove(victim)
         self._release(victim)
         self.waiting.appendleft(victim)
+        victim.overtaken = self._patience
         if victim in plan.admitted:
             plan.admitted.remove(victim)
         else:

@@ -67,6 +67,7 @@ class Request(RequestView):
         self.sequence: KVSequence | None = None
         self.drafting = params.speculation.enabled
         self.begun = False
+        self.overtaken = 0
         self.output: Output | None = None
         self.pieces: deque[Piece] = deque()
 

@@ -34,6 +34,7 @@ __all__ = [
     "forbids",
     "make_cases",
     "table_runner",
+    "target_info",
 ]
 
 MemoryCase = Literal["plain", "preemption", "prefix hit", "chunked prefill"]
@@ -211,6 +212,21 @@ def deep_enough(case: Case, drafter: DrafterFactory) -> Case:
     return replace(case, layers=max(case.layers, layers[-1] + 2)) if layers else case
 
 
+def target_info(case: Case) -> TargetInfo:
+    """What drafters and schedulers are told of the case's target."""
+    runner = table_runner(case)
+    return TargetInfo(
+        "table",
+        case.vocab_size,
+        runner.max_length,
+        (EOS,),
+        TableTokenizer(case.vocab_size),
+        runner.model,
+        runner.device,
+        runner.dtype,
+    )
+
+
 def build_engine(
     case: Case,
     drafter: DrafterFactory,
@@ -224,18 +240,7 @@ def build_engine(
 
     `drafters` are those that the case's requests may ask for by name.
     """
-    runner = table_runner(case)
-    tokenizer = TableTokenizer(case.vocab_size)
-    info = TargetInfo(
-        "table",
-        case.vocab_size,
-        runner.max_length,
-        (EOS,),
-        tokenizer,
-        runner.model,
-        runner.device,
-        runner.dtype,
-    )
+    runner, info = table_runner(case), target_info(case)
     memory = KVMemory(num_blocks=4 if case.memory == "preemption" else 24, block_size=2)
     chunk = 2 if case.memory == "chunked prefill" else 16
     engine = Engine(

@@ -41,11 +41,10 @@ from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
 from specfw.engine.fixed import FixedScheduler
 from specfw.engine.model_runner import ModelRunner
-from specfw.testing.cases import SETTINGS, Case, build_engine, deep_enough, table_runner
+from specfw.testing.cases import SETTINGS, Case, build_engine, deep_enough, target_info
 from specfw.testing.certification import Certificate, certify
 from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter, TableDrafter
 from specfw.testing.near_ties import greedy_differences
-from specfw.testing.table_model import TableTokenizer
 from specfw.types import SamplingParams
 from specfw.weights import quantized_linears, weight_bytes
 
@@ -472,10 +471,11 @@ class SchedulerConformance(ABC):
         """One answer for each law, or None."""
         scheduler = self.attached()
         for rows in (0, 1, 3):
-            answer = scheduler.before_draw(torch.full((rows, 4), 0.25))
-            if answer is not None:
-                assert answer.shape == (rows,)
-                assert answer.dtype == torch.bool
+            laws, chances = torch.full((rows, 4), 0.25), torch.full((rows, 2), 0.25)
+            for answer in (scheduler.before_draw(laws), scheduler.after_kept(chances)):
+                if answer is not None:
+                    assert answer.shape == (rows,)
+                    assert answer.dtype == torch.bool
 
     def test_observes_any_feedback(self) -> None:
         """A step may have drafted nothing, or have nobody in it."""
@@ -488,7 +488,7 @@ class SchedulerConformance(ABC):
     def attached(self) -> Scheduler:
         """A scheduler attached to a table model."""
         scheduler = self.make()
-        scheduler.attach(_table_info(_LONG))
+        scheduler.attach(target_info(_LONG))
         return scheduler
 
 

@@ -2,7 +2,9 @@
 
 The bound on acceptance by entropy is that of Agrawal et al., "AdaEDL: Early draft stopping for speculative
 decoding of large language models via an entropy-based lower bound on token acceptance probability",
-arXiv 2410.18351. The threshold is not set by hand but follows a stated share of accepted tokens.
+arXiv 2410.18351. To stop by what all drafted tokens together make likely is the rule of Huang et al.,
+"SpecDec++: Boosting speculative decoding via adaptive candidate lengths", arXiv 2405.19715, here with the
+drafter's own probabilities. The threshold is not set by hand but follows a stated share of accepted tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ _PATIENCE = 64
 class ConfidenceOptions(Options):
     """What is looked at, and which share of the drafted tokens shall be accepted."""
 
-    measure: Literal["entropy", "top"] = "entropy"
-    """`entropy`: 1 - sqrt(scale * entropy of q); `top`: q's largest probability."""
+    measure: Literal["entropy", "top", "last", "path"] = "entropy"
+    """Before a draw, `entropy`: 1 - sqrt(scale * entropy of q), or `top`: q's largest probability. After a
+    kept token, `last`: its probability, or `path`: the product of those of all tokens on the way to it."""
     target: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
     """The share of tested draft tokens that shall be accepted."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.3
@@ -45,7 +48,8 @@ class ConfidenceOptions(Options):
 
 
 class ConfidenceScheduler(Scheduler):
-    """Asks each law before its draw, and moves the threshold by what became of tested tokens.
+    """Looks at each law before its draw, or at what was drawn before it, and moves the threshold by what
+    became of tested tokens. What was drawn stays in the draft.
 
     A token that is accepted lowers the threshold by rate * (1 - target), one that is refused raises it by
     rate * target, so it rests where the share of accepted ones is the target. While all is stopped, step
@@ -62,8 +66,22 @@ class ConfidenceScheduler(Scheduler):
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         return list(view.caps)
 
-    def before_draw(self, q: torch.Tensor) -> torch.Tensor:
-        sure = self.confidence(q) >= self.threshold
+    def before_draw(self, q: torch.Tensor) -> torch.Tensor | None:
+        return self._judge(self.confidence(q)) if self._looks_ahead else None
+
+    def after_kept(self, chances: torch.Tensor) -> torch.Tensor | None:
+        if self._looks_ahead:
+            return None
+        if self._options.measure == "path":
+            return self._judge(chances.prod(-1))
+        return self._judge(chances[:, -1])
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return self._options.measure in ("entropy", "top")
+
+    def _judge(self, confidence: torch.Tensor) -> torch.Tensor:
+        sure = confidence >= self.threshold
         self._stopped = self._stopped or not bool(sure.all())
         return sure
 

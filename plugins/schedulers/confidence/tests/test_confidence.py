@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from specfw_plugin_confidence import ConfidenceOptions, ConfidenceScheduler
 
 from specfw.contracts import Feedback, Verifier
 from specfw.decoding.coupled import CoupledVerifier
+from specfw.decoding.random import KeyedSource
 from specfw.decoding.rejection import RejectionVerifier
-from specfw.testing.cases import SETTINGS, Case
+from specfw.engine.engine import Engine
+from specfw.engine.fixed import FixedScheduler
+from specfw.testing.cases import SETTINGS, Case, build_engine
 from specfw.testing.certification import certify
 from specfw.testing.conformance import SchedulerConformance
 from specfw.testing.drafters import TableDrafter
 from specfw.testing.simulation import SimulatedRequest
+from specfw.types import SamplingParams
 
 QUICK = ConfidenceOptions(measure="top", threshold=0.5, rate=0.2)
 
@@ -34,7 +39,14 @@ class TestConformance(SchedulerConformance):
 
 @pytest.mark.parametrize("verifier", [CoupledVerifier, RejectionVerifier, BlockVerifier])
 @pytest.mark.parametrize(
-    "options", [QUICK, ConfidenceOptions(threshold=0.6, rate=0.1)], ids=["top", "entropy"]
+    "options",
+    [
+        QUICK,
+        ConfidenceOptions(threshold=0.6, rate=0.1),
+        ConfidenceOptions(measure="last", threshold=0.5, rate=0.2),
+        ConfidenceOptions(measure="path", threshold=0.5, rate=0.2),
+    ],
+    ids=lambda options: options.measure,
 )
 def test_keeps_the_law(verifier: Callable[[], Verifier], options: ConfidenceOptions) -> None:
     """A stop that looked at the drawn token and then dropped it would change the law."""
@@ -57,6 +69,65 @@ def test_measures() -> None:
     assert entropy[0] == 1
     assert entropy[0] > entropy[1] > entropy[2]
     assert float(entropy[2]) == pytest.approx(1 - (0.2 * 1.3862944) ** 0.5, abs=1e-6)
+
+
+def test_after_kept_tokens() -> None:
+    """`last` looks at the token just kept, `path` at all of them: .9 * .8 * .7 = .504."""
+    chances = torch.tensor([[1.0, 1.0, 1.0], [0.9, 0.8, 0.7], [0.9, 0.6, 0.9]])
+    for measure, expected in (("last", [True, True, True]), ("path", [True, True, False])):
+        scheduler = ConfidenceScheduler(ConfidenceOptions(measure=measure, threshold=0.5))
+        assert scheduler.before_draw(torch.full((3, 4), 0.25)) is None
+        assert scheduler.after_kept(chances).tolist() == expected
+    assert ConfidenceScheduler().after_kept(chances) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("measure", ["last", "path"])
+def test_what_was_drawn_decides(temperature: float, measure: str) -> None:
+    """Chances that are another node's, or of another law, would stop the wrong draws; greedy ones have a softmax."""
+    asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Watching(ConfidenceScheduler):
+        def after_kept(self, chances: torch.Tensor) -> torch.Tensor | None:
+            answer = super().after_kept(chances)
+            asked.append((chances, answer))
+            return answer
+
+    scheduler = Watching(ConfidenceOptions(measure=measure, threshold=0.45, rate=0.0))
+    drafter = TableDrafter("near", 3, 2)
+    case = Case(SamplingParams(temperature=temperature, ignore_eos=True), horizon=6)
+    engine, [request] = build_engine(
+        case, lambda: drafter, RejectionVerifier, [lambda: scheduler], KeyedSource()
+    )
+    tokens = list(request.tokens)
+    draft, *_ = _drafted(engine)
+    laws = {(): drafter._model.law(tokens)}
+    for node in range(1, int(draft.sizes[0])):
+        path = tuple(draft.token[0, draft.path(0, node)].tolist())
+        laws[path] = drafter._model.law([*tokens, *path])
+        product = 1.0
+        for place in range(len(path)):
+            product *= laws[path[:place]][path[place]]
+        last = laws[path[:-1]][path[-1]]
+        goes_on = (product if measure == "path" else last) >= 0.45 and len(path) < 3
+        assert bool((draft.parent[0] == node).any()) == goes_on
+    assert asked[0][0].tolist() == [[1.0]]
+    assert any(not bool(answer.all()) for _, answer in asked)
+
+
+def _drafted(engine: Engine) -> tuple[Any, Any, Any]:
+    """The draft of the engine's first step."""
+    seen: list[tuple[Any, Any, Any]] = []
+    make = engine._draft
+    engine._draft = lambda decoding: seen.append(make(decoding)) or seen[-1]  # type: ignore[method-assign]
+    engine.step()
+    return seen[0]
+
+
+def test_nobody_is_asked_without_need() -> None:
+    """A law for every draw, and a wait for its answer, would cost all who use no such scheduler."""
+    assert ConfidenceScheduler().stops_drafts
+    assert not FixedScheduler().stops_drafts
 
 
 def test_stops_what_is_below_the_threshold() -> None:
