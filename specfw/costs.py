@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 
-from specfw.contracts import Feedback
+from specfw.contracts import Feedback, TargetInfo
 from specfw.errors import ConfigError
 
 __all__ = ["CostCurve", "StepCosts", "best_depth", "expected_tokens", "read_profile", "speedup"]
@@ -37,14 +37,15 @@ class CostCurve:
     """
 
     def __init__(self, seed: Mapping[int, float] | None = None) -> None:
-        """Start with known seconds by count, each of which counts as one measurement."""
+        """Start with known seconds by count, each of which is a median already."""
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._middles: dict[int, tuple[float, float]] = {}
         """Mean count and median seconds of each bucket."""
         self._changed: set[int] = set()
         self._curve: tuple[list[float], list[float]] = [], []
         for count, seconds in (seed or {}).items():
-            self.add(count, seconds)
+            for _ in range(_KNOWN):
+                self.add(count, seconds)
 
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
@@ -127,6 +128,22 @@ class StepCosts:
         """Start with a profile of the target pass, seconds by rows."""
         self.target = CostCurve(target)
         self.drafting = CostCurve({0: 0.0})
+
+    def learn_of(self, target: TargetInfo, profile: str | None) -> None:
+        """Take in what is known before the first step.
+
+        Args:
+            target: may know what its passes take.
+            profile: `auto` to ask it, a file with the output of `specfw profile --json`, or None to
+                learn while running only.
+
+        Raises:
+            ConfigError: the file cannot be read or is something else.
+        """
+        if profile == "auto":
+            self.target = CostCurve(target.pass_seconds() if target.pass_seconds else None)
+        elif profile is not None:
+            self.target = CostCurve(read_profile(profile))
 
     def knows(self, rows: int) -> bool:
         """Whether steps of so many rows were timed often enough for others to be compared with them."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specfw.config import PipelineConfig, load_config
 from specfw.contracts import LoadedTarget, TargetInfo
+from specfw.cost_cache import pass_seconds
 from specfw.errors import CapacityError, ConfigError, ContractError
 from specfw.plugins import PluginManager
 from specfw.types import Output, Piece, SamplingParams
@@ -451,6 +452,8 @@ def _build_engine(config: PipelineConfig, target: LoadedTarget, bound: Any) -> E
         max_batch=settings.max_batch,
         max_step_tokens=settings.max_step_tokens,
         prefill_chunk=settings.prefill_chunk,
+        prefill_share=settings.prefill_share,
+        patience=settings.patience,
     )
 
 
@@ -464,6 +467,7 @@ def _describe(target: LoadedTarget, runner: ModelRunner, longest: int) -> Target
         model=target.model,
         device=runner.device,
         dtype=runner.dtype,
+        pass_seconds=pass_seconds(runner, target.name),
     )
 
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from specfw.bench.plots import new_figure
 from specfw.costs import CostCurve, best_depth, expected_tokens, speedup
-from specfw.errors import ConfigError
-from specfw.runner import KVMemory, ModelRunner, Segment
+from specfw.engine.timing import time_passes
+from specfw.runner import ModelRunner
 
 __all__ = ["ACCEPTANCES", "Profile", "plot_profile", "profile_target"]
 
@@ -23,7 +22,6 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 """The acceptance rates for which the best depth is told."""
 _EXAMPLE = (0.8, 4)
 """An acceptance and a depth, to check the formula by hand: (1 - 0.8^5) / 0.2."""
-_BLOCK_SIZE = 16
 
 
 @dataclass(slots=True)
@@ -94,48 +92,9 @@ def profile_target(
     Raises:
         ConfigError: context and rows together exceed the model's longest sequence.
     """
-    longest = context + max(rows)
-    if longest > runner.max_length:
-        raise ConfigError(
-            f"profile: expected context and rows of at most {runner.max_length} tokens together, which is "
-            f"the model's longest sequence, got {longest}; lower one of them"
-        )
     profile = Profile(name, str(runner.dtype).removeprefix("torch."), context, draft_cost)
-    run = _Passes(runner, context, longest)
-    for turn in range(repeats + 1):  # the first warms up
-        for count in rows:
-            progress(f"round {turn} of {repeats}: {count} rows")
-            began = clock()
-            run(count)
-            if turn:
-                profile.seconds.setdefault(count, []).append(clock() - began)
+    profile.seconds = time_passes(runner, rows, context, repeats, clock, progress)
     return profile
-
-
-class _Passes:
-    """Passes over chains behind the same context, each of which leaves no trace."""
-
-    def __init__(self, runner: ModelRunner, context: int, longest: int) -> None:
-        self._runner = runner
-        self._memory = KVMemory(num_blocks=-(-longest // _BLOCK_SIZE) + 1, block_size=_BLOCK_SIZE)
-        self._store = runner.new_store(self._memory.num_slots)
-        tokens = (np.arange(context) % runner.vocab_size).tolist()
-        self._sequence = self._memory.open(tokens)
-        with self._memory.transaction() as transaction:
-            transaction.reserve(self._sequence, context)
-            self._pass(context)
-            transaction.commit(self._sequence, tokens, context)
-
-    def __call__(self, rows: int) -> None:
-        with self._memory.transaction() as transaction:
-            transaction.reserve(self._sequence, rows)
-            self._pass(rows)
-
-    def _pass(self, rows: int) -> None:
-        chain = np.arange(rows)
-        segment = Segment(self._sequence, chain % self._runner.vocab_size, chain - 1, chain)
-        logits = self._runner.run(self._store, [segment]).logits
-        float(logits[-1, 0])  # waits for the device
 
 
 def plot_profile(profile: Profile, path: Path) -> None:

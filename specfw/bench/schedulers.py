@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
+from specfw.bench.engines import engine_beside
 from specfw.bench.plots import new_figure
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.contracts import Drafter, RequestView, TargetInfo, TargetLoader
 from specfw.decoding.builder import DraftBuilder
 from specfw.decoding.coupled import CoupledVerifier
-from specfw.decoding.random import KeyedSource
 from specfw.engine.engine import Engine
-from specfw.engine.memory import KVMemory
 from specfw.errors import ConfigError
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
@@ -50,7 +49,6 @@ _ADAPTIVE, _USELESS, _PLAIN, _GOODPUT = (
 )
 _FIXED_FOR_BATCHES = 4
 _LONGEST_PROMPT = 400
-_BLOCK_SIZE = 16
 
 Speeds = dict[str, list[float]]
 """Tokens a second of every round, by arm."""
@@ -190,7 +188,15 @@ def bench_schedulers(
         def arm(scheduler: str, requests: int, own: Drafter | None = None) -> Engine:
             built = own or manager.bind("drafter", drafter).build()
             return stack.enter_context(
-                _engine(pipeline, manager, built, scheduler, requests, tokens, clock)
+                engine_beside(
+                    pipeline,
+                    built,
+                    CoupledVerifier(),
+                    manager.bind("scheduler", scheduler).build(),
+                    requests,
+                    _LONGEST_PROMPT + tokens,
+                    clock,
+                )
             )
 
         adaptive = f"adaptive-k(max_depth={depths[-1]}, start={min(4, depths[-1])})"
@@ -227,38 +233,6 @@ class _AlwaysWrong(Drafter):
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         for root, limit in zip(builder.roots.tolist(), builder.limits, strict=True):
             builder.guess(root, [self._token] * limit.max_depth)
-
-
-@contextmanager
-def _engine(
-    pipeline: Pipeline,
-    manager: PluginManager,
-    drafter: Drafter,
-    scheduler: str,
-    requests: int,
-    tokens: int,
-    clock: Callable[[], float],
-) -> Iterator[Engine]:
-    """An engine on the pipeline's target that reads every prompt in one step."""
-    longest = _LONGEST_PROMPT + tokens
-    blocks = requests * -(-longest // _BLOCK_SIZE) + requests
-    engine = Engine(
-        pipeline.engine.runner,
-        KVMemory(blocks, _BLOCK_SIZE, False),
-        pipeline.engine.info,
-        drafter,
-        CoupledVerifier(),
-        [manager.bind("scheduler", scheduler).build()],
-        KeyedSource(),
-        max_batch=requests,
-        max_step_tokens=requests * longest,
-        prefill_chunk=longest,
-        clock=clock,
-    )
-    try:
-        yield engine
-    finally:
-        drafter.close()
 
 
 def _race(

@@ -22,8 +22,9 @@ from specfw.contracts import (
     RequestView,
     Scheduler,
     SchedulerView,
+    TargetInfo,
 )
-from specfw.costs import StepCosts, read_profile
+from specfw.costs import StepCosts
 from specfw.hookspecs import hookimpl
 from specfw.probing import Probe
 from specfw.shapes import Shape
@@ -56,8 +57,9 @@ class AdaptiveKOptions(Options):
     """The most time that drafts may take, as a share, while drafting is switched off."""
     carry_over: bool = False
     """Whether a new request starts from what the others showed instead of from `start`."""
-    profile: str | None = None
-    """A file with the output of `specfw profile --json`, to know costs from the first step."""
+    profile: str | None = "auto"
+    """What is known of costs before the first step: `auto` times passes at start, once for each model and
+    machine; or a file with the output of `specfw profile --json`; None learns while running only."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> AdaptiveKOptions:
@@ -82,10 +84,13 @@ class AdaptiveKScheduler(Scheduler):
     def __init__(self, options: AdaptiveKOptions | None = None) -> None:
         self._options = options = options or AdaptiveKOptions()
         self._most = DraftLimits(options.max_nodes, options.max_depth, options.max_width)
-        self._costs = StepCosts(read_profile(options.profile) if options.profile else None)
+        self._costs = StepCosts()
         self._acceptance = AcceptanceByRequest(options.memory, options.carry_over)
         self._probe = Probe(options.probe_share)
         self._probed: list[RequestView] = []
+
+    def attach(self, target: TargetInfo) -> None:
+        self._costs.learn_of(target, self._options.profile)
 
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         count = len(view.requests)

@@ -17,8 +17,15 @@ from pydantic import Field
 
 from specfw.acceptance import AcceptanceByRequest
 from specfw.components import Component, Options
-from specfw.contracts import API_VERSION, DraftLimits, Feedback, Scheduler, SchedulerView
-from specfw.costs import StepCosts, read_profile
+from specfw.contracts import (
+    API_VERSION,
+    DraftLimits,
+    Feedback,
+    Scheduler,
+    SchedulerView,
+    TargetInfo,
+)
+from specfw.costs import StepCosts
 from specfw.hookspecs import hookimpl
 from specfw.probing import Probe
 from specfw.shapes import Shape
@@ -47,8 +54,9 @@ class GoodputOptions(Options):
     """The share by which drafting must be faster than not drafting."""
     probe_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
     """The most time that drafts may take, as a share, while drafting is switched off."""
-    profile: str | None = None
-    """A file with the output of `specfw profile --json`, to know costs from the first step."""
+    profile: str | None = "auto"
+    """What is known of costs before the first step: `auto` times passes at start, once for each model and
+    machine; or a file with the output of `specfw profile --json`; None learns while running only."""
 
 
 class GoodputScheduler(Scheduler):
@@ -60,10 +68,13 @@ class GoodputScheduler(Scheduler):
     def __init__(self, options: GoodputOptions | None = None) -> None:
         self._options = options = options or GoodputOptions()
         self._most = DraftLimits(options.max_nodes, options.max_depth, options.max_width)
-        self._costs = StepCosts(read_profile(options.profile) if options.profile else None)
+        self._costs = StepCosts()
         self._acceptance = AcceptanceByRequest(options.memory, carry_over=True)
         self._probe = Probe(options.probe_share)
         self._probing = False
+
+    def attach(self, target: TargetInfo) -> None:
+        self._costs.learn_of(target, self._options.profile)
 
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         shapes = [

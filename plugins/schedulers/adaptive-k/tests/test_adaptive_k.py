@@ -20,7 +20,7 @@ from specfw.decoding.coupled import CoupledVerifier
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
-from specfw.testing.cases import SETTINGS, Case
+from specfw.testing.cases import SETTINGS, Case, target_info
 from specfw.testing.certification import certify
 from specfw.testing.conformance import SchedulerConformance
 from specfw.testing.drafters import TableDrafter
@@ -169,11 +169,12 @@ def test_a_profile_tells_costs_beforehand(tmp_path: Path) -> None:
     options = AdaptiveKOptions(start=0, warmup=0, profile=str(path))
     world = World(lambda depth: 0.5, float)
     scheduler, requests = AdaptiveKScheduler(options), [SimulatedRequest()]
+    scheduler.attach(target_info(Case()))
     for _ in range(12):
         world.step(scheduler, requests)
     assert world.depths == [[0]] * 12
     with pytest.raises(ConfigError, match="nowhere"):
-        AdaptiveKScheduler(AdaptiveKOptions(profile="nowhere"))
+        AdaptiveKScheduler(AdaptiveKOptions(profile="nowhere")).attach(target_info(Case()))
 
 
 def test_bounds_must_agree() -> None:
