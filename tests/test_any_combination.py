@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specfw import PipelineConfig
 from specfw.components import Component
 from specfw.contracts import API_VERSION, Drafter
 from specfw.hookspecs import hookimpl
@@ -127,6 +129,17 @@ def test_any_combination(combination: Combination) -> None:
     assert row.certificate is not None
     assert row.certificate.max_tv <= 1e-9, f"{row.certificate}\n{combination.paste()}"
     assert not row.certificate.faults, f"{row.certificate.faults}\n{combination.paste()}"
+
+
+@given(combinations())
+def test_what_fails_could_be_pasted(combination: Combination) -> None:
+    """A failure that is printed in a form that nothing reads would have to be typed anew."""
+    config = PipelineConfig(**yaml.safe_load(combination.paste()))
+    config.bind(MANAGER)
+    assert config.sampling == combination.case.params
+    assert config.verifier.name == combination.verifier["name"]
+    assert len(config.scheduler) == len(combination.schedulers)
+    assert combination.case.paste() in combination.paste()
 
 
 def test_what_is_installed_is_drawn() -> None:

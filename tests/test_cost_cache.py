@@ -78,7 +78,7 @@ def test_who_asks_is_told_what_passes_take(folder: Path, monkeypatch: pytest.Mon
         assert identity["threads"] == threads
         assert set(identity["versions"]) == {"specfw", "torch", "transformers"}
         assert costs() is costs()
-    with Pipeline.from_config({"target": "table", "dtype": "float32"}) as other:
+    with Pipeline.from_config({"target": "table(seed=1, vocab_size=4)"}) as other:
         assert other.engine.info.pass_seconds is not None
         other.engine.info.pass_seconds()
     assert len(list(folder.iterdir())) == 2

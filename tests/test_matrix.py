@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 import specfw.testing.matrix as matrix_module
+from specfw import PipelineConfig
 from specfw.cli.main import app
 from specfw.components import Component
 from specfw.contracts import API_VERSION, Drafter, Outcome, RequestView, TargetInfo, Verifier
@@ -24,6 +25,7 @@ from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
 from specfw.plugins import PluginManager
 from specfw.testing.cases import SETTINGS, Case
+from specfw.testing.configured import certify_config
 from specfw.testing.controls import CONTROLS, Verdict
 from specfw.testing.matrix import (
     Combination,
@@ -140,6 +142,8 @@ def test_one_that_is_broken_can_be_pasted(manager: PluginManager) -> None:
     assert "total variation" in text
     config = yaml.safe_load(text)
     assert config["verifier"] == {"name": "greedy"}
+    again = certify_config(PipelineConfig(**config), manager)
+    assert not again.ok
     matrix = Matrix([check(combination("ngram", "rejection"), manager), row])
     assert not matrix.ok
     assert len(matrix.mapping()["failed"]) == 1

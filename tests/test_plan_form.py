@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specfw_plugin_block import BlockVerifier
+from specfw_plugin_typical import TypicalOptions, TypicalVerifier
 from torch import Tensor
 
 from specfw.contracts import Drafter, Outcome, Verifier
@@ -91,7 +92,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("verifier", [RejectionVerifier, BlockVerifier])
+def typical() -> Verifier:
+    """A lossy verifier, whose walk has no chance in it."""
+    return TypicalVerifier(TypicalOptions(allow_lossy=True, epsilon=0.3))
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier, BlockVerifier, typical])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("case", CASES, ids=["alone", "batch", "sparse"])
 def test_plan_equals_enumeration(verifier: Callable[[], Verifier], name: str, case: Case) -> None:

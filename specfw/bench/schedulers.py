@@ -199,7 +199,7 @@ def bench_schedulers(
                 )
             )
 
-        adaptive = f"adaptive-k(max_depth={depths[-1]}, start={min(4, depths[-1])})"
+        adaptive = f"adaptive-k(max_depth={depths[-1]})"
         singles = {_fixed(depth): arm(_fixed_scheduler(depth), 1) for depth in depths}
         singles[_ADAPTIVE] = arm(adaptive, 1)
         singles[_USELESS] = arm(adaptive, 1, _AlwaysWrong())

@@ -43,7 +43,7 @@ from specfw.engine.split_pass import DraftLayers, SplitModel
 from specfw.errors import CapacityError, ConfigError
 from specfw.types import FinishReason, Output, SamplingParams
 
-__all__ = ["Engine", "StepReport"]
+__all__ = ["Engine", "StepReport", "token_ids_of"]
 
 
 @dataclass(slots=True)
@@ -450,7 +450,7 @@ class Engine:
                 f"request: expected prompt token ids from 0 to {self.info.vocab_size - 1}, got {outside}; "
                 "encode the prompt with the target's tokenizer"
             )
-        for name, tokens in _token_ids(params).items():
+        for name, tokens in token_ids_of(params).items():
             outside = next(
                 (token for token in tokens if not 0 <= token < self.info.vocab_size), None
             )
@@ -489,7 +489,7 @@ def _rows_scored(plan: Plan, rounds: Sequence[Round]) -> int:
     )
 
 
-def _token_ids(params: SamplingParams) -> dict[str, list[int]]:
+def token_ids_of(params: SamplingParams) -> dict[str, list[int]]:
     """The token ids that a request's settings name."""
     return {
         "stop_token_ids": list(params.stop_token_ids),

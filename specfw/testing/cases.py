@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from specfw.contracts import Drafter, Scheduler, TargetInfo, Verifier
 from specfw.decoding.random import RandomSource
-from specfw.engine.engine import Engine
+from specfw.engine.engine import Engine, token_ids_of
 from specfw.engine.memory import KVMemory
 from specfw.engine.model_runner import ModelRunner
 from specfw.engine.requests import Request
@@ -31,6 +31,7 @@ __all__ = [
     "VerifierFactory",
     "build_engine",
     "deep_enough",
+    "fits",
     "forbids",
     "make_cases",
     "table_runner",
@@ -171,6 +172,11 @@ def forbids(params: SamplingParams) -> bool:
         or params.begin_suppress_tokens
         or params.structure
     )
+
+
+def fits(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether all token ids that the settings name are in the vocabulary."""
+    return all(token < vocab_size for ids in token_ids_of(params).values() for token in ids)
 
 
 def make_cases(

@@ -9,8 +9,9 @@ from typing import Any
 from specfw.components import Bound
 from specfw.config import PipelineConfig
 from specfw.plugins import PluginManager
-from specfw.testing.cases import Case, make_cases
+from specfw.testing.cases import SETTINGS, Case, fits, make_cases
 from specfw.testing.certification import Certificate, certify
+from specfw.types import SamplingParams
 
 __all__ = ["certify_config", "on_tables"]
 
@@ -27,7 +28,8 @@ def certify_config(
 ) -> Certificate:
     """Certify each of a config's drafters with its verifier and schedulers together.
 
-    The target is a table model in each case, and so is every draft model.
+    The target is a table model in each case, and so is every draft model. The config's own sampling
+    settings are walked through beside the usual ones, as far as the table has the tokens they name.
 
     Args:
         config: the config; its target is not loaded.
@@ -42,9 +44,12 @@ def certify_config(
     verifier = manager.bind("verifier", config.verifier)
     schedulers = [manager.bind("scheduler", one).build for one in config.scheduler]
     sizes = _DEEP_SIZES if deep else _SIZES
-    cases = list(make_cases(sizes=sizes))
+    own = {} if config.sampling == SamplingParams() else {"config": config.sampling}
+    settings = {**own, **SETTINGS}
+    cases = list(make_cases(settings, sizes=sizes))
     if deep:
-        cases += make_cases(sizes=sizes, batch_sizes=(3, 1), seed=1000)
+        cases += make_cases(settings, sizes=sizes, batch_sizes=(3, 1), seed=1000)
+    cases = [case for case in cases if fits(case.params, case.vocab_size)]
     certificate: Certificate | None = None
     done = 0
     total = len(cases) * len(drafters)

@@ -121,15 +121,15 @@ def _nodes(draft: Draft, extra: ExtraRows, b: int) -> list[Node]:
     ]
 
 
-class _FromLength(Scheduler):
-    """Lets requests draft only once they have some number of tokens."""
+class _Pausing(Scheduler):
+    """Lets no request draft while its number of tokens is in a range."""
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, pause: range) -> None:
+        self._pause = pause
 
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         return [
-            cap if len(request.tokens) >= self._tokens else DraftLimits()
+            DraftLimits() if len(request.tokens) in self._pause else cap
             for request, cap in zip(view.requests, view.caps, strict=True)
         ]
 
@@ -202,10 +202,32 @@ class DrafterConformance(ABC):
         _run(self.engine(always))
         for start in range(4, 9):
             late = _Recorder(self.make())
-            _run(self.engine(late, schedulers=[_FromLength(start)]))
+            _run(self.engine(late, schedulers=[_Pausing(range(start))]))
             for key in always.drafts.keys() & late.drafts.keys():
                 assert always.drafts[key] == late.drafts[key], (
                     f"after {key[1]} the draft depends on earlier drafts, not on the tokens alone"
+                )
+
+    @pytest.mark.parametrize("pause", [range(4, 6), range(5, 9)], ids=str)
+    def test_B33_back_from_a_pause_it_drafts_as_before(self, pause: range) -> None:
+        """Fault B33: a scheduler that goes to 0 and back finds a drafter that missed what was emitted
+        in between, and whose drafts are refused from then on."""
+        always, paused = _Recorder(self.make()), _Recorder(self.make())
+        texts = []
+        for recorder, schedulers in ((always, []), (paused, [_Pausing(pause)])):
+            engine = self.engine(recorder, schedulers=schedulers)
+            requests = list(engine.planner.waiting)
+            _run(engine)
+            assert not engine.faults, dict(engine.faults)
+            texts.append([request.emitted for request in requests])
+        assert texts[0] == texts[1]
+        assert not [key for key in paused.drafts if len(key[1]) in pause]
+        back = {key for key in paused.drafts if len(key[1]) >= pause.stop}
+        assert back, "nobody was asked for a draft after the pause"
+        if not self.learns:
+            for key in back & always.drafts.keys():
+                assert paused.drafts[key] == always.drafts[key], (
+                    f"after {key[1]} the draft depends on whether there were drafts before"
                 )
 
     def test_batch_mates_do_not_matter(self) -> None:

@@ -78,6 +78,7 @@ class Combination:
             "drafter": dict(self.drafter),
             "verifier": dict(self.verifier),
             "scheduler": [dict(scheduler) for scheduler in self.schedulers],
+            "sampling": self.case.params.model_dump(mode="json", exclude_unset=True),
         }
         return f"# {self.case.paste()}\n{yaml.safe_dump(config, sort_keys=False)}"
 

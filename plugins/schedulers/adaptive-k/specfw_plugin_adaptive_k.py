@@ -45,9 +45,9 @@ class AdaptiveKOptions(Options):
     """Siblings, at most; 1 allows chains only."""
     min_depth: Annotated[int, Field(ge=0)] = 0
     """Draft nodes on one path, at least; 0 lets drafting be switched off."""
-    start: Annotated[int, Field(ge=0)] = 4
+    start: Annotated[int, Field(ge=0)] = 8
     """The nodes of a request's first drafts."""
-    warmup: Annotated[int, Field(ge=0)] = 4
+    warmup: Annotated[int, Field(ge=0)] = 2
     """Drafts of a request before their size changes."""
     memory: Annotated[float, Field(gt=1.0)] = 32.0
     """Drafts after which evidence counts 1/e."""

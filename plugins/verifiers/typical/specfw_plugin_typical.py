@@ -20,6 +20,8 @@ from specfw.hookspecs import hookimpl
 from specfw.types import Guarantee
 
 if TYPE_CHECKING:
+    import torch
+
     from specfw.decoding.draft import Draft
     from specfw.decoding.probabilities import NodeLaws
     from specfw.decoding.random import RandomSource
@@ -59,9 +61,20 @@ class TypicalVerifier(Verifier):
         self._epsilon, self._delta = options.epsilon, options.delta
 
     def verify(self, draft: Draft, laws: NodeLaws, random: RandomSource) -> Outcome:
-        import torch
-
         from specfw.decoding.random import Purpose, Site
+
+        last = self._last_kept(draft, laws)
+        site = Site(Purpose.RESIDUAL, draft.seed, draft.start)
+        return Outcome(last, random.categorical(laws.rows(last), site))
+
+    def plan(self, draft: Draft, laws: NodeLaws) -> torch.Tensor:
+        last = self._last_kept(draft, laws)
+        stop = laws.rows(last).new_zeros(draft.token.shape)
+        return stop.scatter(1, last[:, None], 1.0)
+
+    def _last_kept(self, draft: Draft, laws: NodeLaws) -> torch.Tensor:
+        """The end of each request's longest path of probable enough tokens, without chance: int64 [B]."""
+        import torch
 
         rows = torch.arange(draft.batch, device=draft.start.device)
         parent = torch.from_numpy(draft.parent).to(draft.start)
@@ -80,8 +93,7 @@ class TypicalVerifier(Verifier):
             deeper = kept[:, node] & (depth > best_depth)
             best = torch.where(deeper, node, best)
             best_depth = torch.where(deeper, depth, best_depth)
-        site = Site(Purpose.RESIDUAL, draft.seed, draft.start)
-        return Outcome(best, random.categorical(laws.rows(best), site))
+        return best
 
 
 @hookimpl

@@ -14,10 +14,11 @@ import pytest
 from specfw_plugin_adaptive_k import AdaptiveKOptions, AdaptiveKScheduler
 from specfw_plugin_block import BlockVerifier
 
-from specfw.contracts import DraftLimits, SchedulerView, Verifier
+from specfw.contracts import DraftLimits, Scheduler, SchedulerView, Verifier
 from specfw.costs import best_depth
 from specfw.decoding.coupled import CoupledVerifier
 from specfw.decoding.rejection import RejectionVerifier
+from specfw.engine.fixed import FixedScheduler
 from specfw.errors import ConfigError
 from specfw.plugins import PluginManager
 from specfw.testing.cases import SETTINGS, Case, target_info
@@ -119,6 +120,21 @@ def test_close_to_the_best_fixed_depth(acceptance: float, draft_cost: float) -> 
         AdaptiveKOptions(min_depth=best, start=best, max_depth=max(best, 1), max_width=1)
     )
     assert seconds < 1.05 * fixed.run(constant, [SimulatedRequest()], 3000)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.5, 0.9, 0.98])
+def test_close_to_the_best_fixed_depth_in_short_texts(acceptance: float) -> None:
+    """What it takes to find the depth, again for each request, must not lose what the depth gains."""
+
+    def seconds(make: Callable[[], Scheduler]) -> float:
+        world = World(lambda depth: acceptance, lambda rows: 0.95 + 0.05 * rows, seed=1)
+        scheduler = make()
+        for i in range(8):
+            world.run(scheduler, [SimulatedRequest(i)], 96)
+        return world.seconds / world.emitted
+
+    best = min(seconds(lambda k=k: FixedScheduler(k, k, 1)) for k in (0, 1, 2, 4, 8))
+    assert best / seconds(AdaptiveKScheduler) > 0.95
 
 
 @pytest.mark.parametrize("price", [0.0, 0.1, 0.5, 1.0])
