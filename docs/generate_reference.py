@@ -58,6 +58,7 @@ _CONTRACT_MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("StepCosts", "CostCurve"),
     ),
     "How acceptance is estimated": ("specfw.acceptance", ("Acceptance", "AcceptanceByRequest")),
+    "Which tree is best": ("specfw.shapes", ("Shape", "best_shapes")),
     "When to try again": ("specfw.probing", ("Probe",)),
     "Where chance comes from": ("specfw.decoding.random", ("RandomSource", "Site", "Purpose")),
 }

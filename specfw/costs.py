@@ -154,7 +154,8 @@ class StepCosts:
 
         A step without them teaches nothing, nor does one that reads prompts: its rows have other prices.
         """
-        reads = feedback.rows > len(feedback.requests) + sum(feedback.drafted)
+        extra = sum(len(rows.tokens) for rows in feedback.extra)
+        reads = feedback.rows > len(feedback.requests) + sum(feedback.drafted) + extra
         if not feedback.seconds or not feedback.rows or reads:
             return
         draft = feedback.seconds.get("draft", 0.0)

@@ -11,14 +11,17 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from specfw import PipelineConfig
+from specfw.decoding.grammar import Grammars
 from specfw.engine.fixed import FixedScheduler
 from specfw.engine.memory import KVMemory
 from specfw.engine.planning import Plan, Planner
 from specfw.engine.requests import Request
 from specfw.errors import ConfigError
+from specfw.testing.cases import Case, target_info
 from specfw.types import SamplingParams
 
 BLOCK = 2
+GRAMMARS = Grammars(target_info(Case()))
 
 
 def request_of(id: int, prompt: int = 3, new: int = 2, priority: int = 0) -> Request:
@@ -31,6 +34,7 @@ def request_of(id: int, prompt: int = 3, new: int = 2, priority: int = 0) -> Req
         tokenizer=None,
         vocab_size=10_000,
         device=torch.device("cpu"),
+        grammars=GRAMMARS,
         guarantee="same-text",
     )
 

@@ -219,6 +219,8 @@ CHANGES = [
             "max_batch": 3,
             "max_step_tokens": 300,
             "prefill_chunk": 100,
+            "prefill_share": 0.5,
+            "patience": 7,
             "block_size": 8,
             "kv_tokens": 4096,
             "max_length": 99,

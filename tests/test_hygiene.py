@@ -28,6 +28,7 @@ PUBLIC_FACE = (
     "specfw.probing",
     "specfw.quantizing",
     "specfw.runner",
+    "specfw.shapes",
     "specfw.training",
     "specfw.types",
 )
