@@ -130,8 +130,8 @@ class _RowBefore(NodeLaws):
 class _Shifted(NodeLaws):
     """Rows that belong to another request of the batch."""
 
-    def __init__(self, logits: Tensor, draft: Draft, sampling: SamplingBatch) -> None:
-        super().__init__(logits, draft, sampling)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._first_row = self._first_row.roll(1)
 
 
