@@ -58,10 +58,6 @@ class Round:
     """Depths at which draft tokens were tested."""
     kept: list[int] = field(default_factory=list)
     """Draft nodes whose tokens were emitted."""
-    ranks: list[int] = field(default_factory=list)
-    """Their ranks among their siblings."""
-    siblings: list[int] = field(default_factory=list)
-    """Siblings at each tested depth."""
     emitted: list[int] = field(default_factory=list)
     ends: FinishReason | None = None
     error: str | None = None
@@ -386,16 +382,7 @@ class Engine:
         request.add_logprobs(laws, b, [0, *path][:taken])
         emitted = request.tokens[len(request.tokens) - taken :]
         return Round(
-            request,
-            drafted,
-            extra,
-            tested,
-            kept=kept,
-            ranks=draft.rank[b, kept].tolist(),
-            siblings=draft.child_counts(b, [0, *kept][:tested]),
-            emitted=emitted,
-            ends=ends,
-            error=error,
+            request, drafted, extra, tested, kept=kept, emitted=emitted, ends=ends, error=error
         )
 
     def _failure(
@@ -429,8 +416,8 @@ class Engine:
             ranked=[round.ranked[0] for _, round in told] if self.drafters.requires.top_k else (),
             extra=[round.ranked[1] for _, round in told] if any(builder.extras) else (),
             tested=[round.tested for _, round in told],
-            ranks=[round.ranks for _, round in told],
-            siblings=[round.siblings for _, round in told],
+            ranks=[draft.rank[b, round.kept].tolist() for b, round in told],
+            siblings=[draft.child_counts(b, [0, *round.kept][: round.tested]) for b, round in told],
             rows=_rows_scored(plan, rounds),
             seconds=dict(seconds),
         )
