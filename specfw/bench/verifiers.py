@@ -35,10 +35,10 @@ _WIDTHS = (1, 2, 3, 4)
 _TREES = (1, 2, 3)
 """Siblings below every node of the trees that are compared; all trees have as many nodes."""
 _NODES = 6
-_NOISE = 64
+_NOISE = 32
 """Draws for laws without a closed form."""
-_PROMPT = 48
-_BEFORE = 16
+_PROMPT = 32
+_BEFORE = 8
 """Tokens of each text before the first place."""
 
 
@@ -245,11 +245,12 @@ class _Walked(_Watcher):
 
 def _siblings(seen: _Planned) -> dict[tuple[str, int], float]:
     """The mean chance to keep one of the siblings, by law and width."""
-    return {
-        (name, width): fmean(kept_of_siblings(name, p, q, width) for p, q in seen.laws)
-        for name in SIBLING_LAWS
-        for width in _WIDTHS
-    }
+    kept: dict[tuple[str, int], list[float]] = {}
+    for name, law in SIBLING_LAWS.items():
+        for p, q in seen.laws:
+            for width, chance in zip(_WIDTHS, law(p, q, _WIDTHS), strict=True):
+                kept.setdefault((name, width), []).append(chance)
+    return {key: fmean(chances) for key, chances in kept.items()}
 
 
 def kept_of_siblings(law: str, p: Tensor, q: Tensor, width: int) -> float:
@@ -260,7 +261,7 @@ def kept_of_siblings(law: str, p: Tensor, q: Tensor, width: int) -> float:
         p, q: laws, float [V].
         width: siblings.
     """
-    return SIBLING_LAWS[law](p, q, width)
+    return SIBLING_LAWS[law](p, q, [width])[0]
 
 
 def _with_replacement(p: Tensor, q: Tensor, width: int) -> float:
@@ -273,13 +274,18 @@ def _with_replacement(p: Tensor, q: Tensor, width: int) -> float:
     return 1 - refused
 
 
-def _without_replacement(p: Tensor, q: Tensor, width: int) -> float:
+def _without_replacement(p: Tensor, q: Tensor, widths: Sequence[int]) -> list[float]:
     """Draws from q without the earlier ones, in the mean over keyed noise; k race keys are such draws."""
-    drawn = _race(q, Purpose.DRAFT, width)
+    drawn = _race(q, Purpose.DRAFT, max(widths))
+    return [_kept_of_draws(p, q, drawn[:, : width - 1]) for width in widths]
+
+
+def _kept_of_draws(p: Tensor, q: Tensor, drawn: Tensor) -> float:
+    """The mean chance to keep one of `drawn` [S, W - 1], drawn from q one after the other, or a further draw."""
     rows = torch.arange(len(drawn))
     left, rest = p.expand(len(drawn), -1).clone(), q.expand(len(drawn), -1).clone()
     refused = torch.ones(len(drawn), dtype=p.dtype)
-    for token in drawn[:, : width - 1].T:
+    for token in drawn.T:
         refused *= 1 - (left[rows, token] / rest[rows, token]).nan_to_num(0).clamp_max(1)
         left = _left(left, rest)
         rest[rows, token] = 0
@@ -308,21 +314,27 @@ def _draw_then_guesses(p: Tensor, q: Tensor, width: int) -> float:
     return float(torch.minimum(p, rest).sum() + p[sure].sum())
 
 
-def _race_keys(p: Tensor, q: Tensor, width: int) -> float:
+def _race_keys(p: Tensor, q: Tensor, widths: Sequence[int]) -> list[float]:
     """The best race keys of q under the target's own noise, in the mean over keyed noise (`coupled`)."""
-    drawn, wanted = _race(q, Purpose.TARGET, width), _race(p, Purpose.TARGET, 1)
-    return float((drawn == wanted).any(1).double().mean())
+    same = _race(q, Purpose.TARGET, max(widths)) == _race(p, Purpose.TARGET, 1)
+    return [float(same[:, :width].any(1).double().mean()) for width in widths]
 
 
-SIBLING_LAWS: dict[str, Callable[[Tensor, Tensor, int], float]] = {
-    "draws with replacement": _with_replacement,
+def _each(
+    kept: Callable[[Tensor, Tensor, int], float],
+) -> Callable[[Tensor, Tensor, Sequence[int]], list[float]]:
+    return lambda p, q, widths: [kept(p, q, width) for width in widths]
+
+
+SIBLING_LAWS: dict[str, Callable[[Tensor, Tensor, Sequence[int]], list[float]]] = {
+    "draws with replacement": _each(_with_replacement),
     "draws without replacement": _without_replacement,
-    "guesses": _guesses,
-    "guesses, then a draw": _guesses_then_draw,
-    "a draw, then guesses": _draw_then_guesses,
+    "guesses": _each(_guesses),
+    "guesses, then a draw": _each(_guesses_then_draw),
+    "a draw, then guesses": _each(_draw_then_guesses),
     "race keys (`coupled`)": _race_keys,
 }
-"""Ways to choose siblings, each with the chance that one is kept; all by rejection but the last."""
+"""Ways to choose siblings, each with the chance, by width, that one is kept; all by rejection but the last."""
 
 
 def _left(p: Tensor, q: Tensor) -> Tensor:

@@ -176,3 +176,27 @@ def quantized(
         print_json(result.mapping())
     else:
         print(result.markdown())
+
+
+@app.command("verifiers")
+def verifiers(
+    layers: Annotated[
+        str, typer.Option(help="Layers of the truncated copies that draft, by comma.")
+    ] = "24,28",
+    per_text: Annotated[int, typer.Option(min=1, help="Places in each of six texts.")] = 8,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    markdown: Annotated[Path | None, typer.Option(help="Also write the tables here.")] = None,
+    as_json: JsonOutput = False,
+) -> None:
+    """Which sibling laws and verifiers keep most, computed from laws of real models; nothing is timed."""
+    from specfw.bench.verifiers import bench_verifiers
+
+    counts = read_counts("bench verifiers", "--layers", layers)
+    with showing_progress() as progress:
+        result = bench_verifiers(counts, per_text=per_text, dtype=dtype, progress=progress)
+    if markdown is not None:
+        markdown.write_text(result.markdown(), encoding="utf-8")
+    if as_json:
+        print_json(result.mapping())
+    else:
+        print(result.markdown())

@@ -588,20 +588,6 @@ def _words(runner: ModelRunner) -> list[int]:
     return [int(token) for token in random.integers(0, runner.vocab_size, 16)]
 
 
-def _table_info(case: Case) -> TargetInfo:
-    runner = table_runner(case)
-    return TargetInfo(
-        "table",
-        case.vocab_size,
-        runner.max_length,
-        (0,),
-        TableTokenizer(case.vocab_size),
-        runner.model,
-        runner.device,
-        runner.dtype,
-    )
-
-
 def _views(count: int) -> list[RequestView]:
     case = Case(vocab_size=4, batch=max(count, 1))
     _, requests = build_engine(case, NoDrafter, CoupledVerifier, [], KeyedSource())
