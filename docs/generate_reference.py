@@ -338,6 +338,7 @@ _UNTOLD: Mapping[str, Mapping[str, str]] = {
         "ignore_eos": "Whether the end-of-text token is an ordinary one.",
         "include_stop": "Whether `text` ends with the stop string.",
         "max_time": "Seconds from submission, after which the next token ends the text.",
+        "priority": "Higher is let in and served first; `engine.patience` bounds how long others wait.",
         "prompt_logprobs": "The same for the prompt's tokens, the first left out.",
         "logprobs": "Report the target's log-probability of each token, with this many alternatives.",
         "speculation": "The request's own drafter and limits; see below.",
