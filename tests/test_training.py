@@ -18,6 +18,7 @@ from specfw.errors import CapacityError, ConfigError
 from specfw.fingerprint import check_fingerprint, fingerprint
 from specfw.pipeline import Pipeline
 from specfw.training.batches import Batches, frequent_tokens
+from specfw.training.card import reference_of, write_card
 from specfw.training.features import Features, check_laws, target_logits
 from specfw.training.files import check_room, exclusive, whole_file
 from specfw.training.loop import LoopSettings, Problem, train_loop
@@ -377,3 +378,20 @@ def test_a_run_writes_what_is_missing_and_then_trains(tmp_path: Path) -> None:
         run_training(Chat(), bound, Plan(tmp_path))
     data = load_file(tmp_path / "texts" / "texts-000000.safetensors")
     assert data["tokens"].dtype == np.int32
+
+
+def test_the_card_says_how_it_was_made_and_what_it_brings(tmp_path: Path) -> None:
+    """Fault: a path of the machine that trained it is published, or nothing was measured."""
+    bound: Bound[Trainer] = Bound("trainer", "counting", Component(lambda _: Counting()))
+    plan = Plan(tmp_path, tokens=20, settings=SMALL)
+    run_training(Chat(), bound, plan)
+    reference = {"name": "none", "file": f"{tmp_path}/made"}
+    trained = Trained({"name": "none"}, {"steps": 7})
+    write_card(Chat(), bound, plan, trained, {})
+    card = (tmp_path / "README.md").read_text()
+    assert "(fingerprint 265-32-" in card
+    assert "| steps | 7 |" in card
+    assert "tokens a target pass, greedy" in card
+    write_card(Chat(), bound, plan, Trained({"name": "none"}), {}, measure=False)
+    assert "tokens a target pass" not in (tmp_path / "README.md").read_text()
+    assert reference_of(reference, tmp_path) == "name=none, file=.../made"

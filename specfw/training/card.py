@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from specfw.bench.evaluation import evaluate
@@ -15,7 +16,7 @@ from specfw.training.files import whole_file
 from specfw.training.run import Plan
 from specfw.training.texts import Texts
 
-__all__ = ["write_card"]
+__all__ = ["reference_of", "write_card"]
 
 _PROMPTS = 1
 _TOKENS = 64
@@ -64,8 +65,7 @@ def write_card(
         "",
     ]
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in about.items()), ""]
-    shown = {**trained.drafter, **{k: "..." for k in ("file", "path") if k in trained.drafter}}
-    lines += [f"Use it as the drafter `{_shown(shown)}`.", ""]
+    lines += [f"Use it as the drafter `{reference_of(trained.drafter, plan.out)}`.", ""]
     if found is not None:
         lines += [
             f"{found['acceptance_length']:.2f} tokens a target pass, greedy, on the project's own prompts "
@@ -81,6 +81,16 @@ def write_card(
         ]
     with whole_file(plan.out / "README.md") as aside:
         aside.write_text("\n".join(lines), encoding="utf-8")
+
+
+def reference_of(drafter: Mapping[str, Any], out: Path) -> str:
+    """The reference to a trained drafter as text, without the folder that it happens to be in."""
+    return _shown(
+        {
+            key: value.replace(str(out), "...") if isinstance(value, str) else value
+            for key, value in drafter.items()
+        }
+    )
 
 
 _TOLD = ("seed", "turn_temperature", "temperatures", "min_p", "turn_tokens", "answer_tokens")
