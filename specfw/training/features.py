@@ -84,7 +84,8 @@ def final_norm(target: TargetInfo, who: str) -> torch.nn.Module:
             hook.remove()
     for module, output in reversed(returned):
         if isinstance(output, Tensor) and output.shape == last.shape and torch.equal(output, last):
-            return module
+            found: torch.nn.Module = module
+            return found
     raise ConfigError(
         f"{who}: expected a target with a norm after its last layer, but {target.name!r} has none that is told by "
         "what it returns; train recycling for this target"
