@@ -28,6 +28,7 @@ from specfw.contracts import (
     RequestAhead,
     RequestView,
     Scorer,
+    TargetInfo,
 )
 from specfw.errors import ConfigError
 from specfw.hookspecs import hookimpl
@@ -418,6 +419,21 @@ class Cascade(Combined):
                 f"got {type(model).__name__}; use one"
             )
         self._model, self._max_nodes = model, max_nodes
+
+    def attach(self, target: TargetInfo) -> None:
+        """Prepare for this target.
+
+        Raises:
+            ConfigError: the inner drafter drafts through the target's layers, of which its drafts are
+                no part here.
+        """
+        super().attach(target)
+        drafter = self.members[0].drafter
+        if drafter.requires.draft_layers:
+            raise ConfigError(
+                "drafter cascade: expected an inner drafter that does not draft through the target's layers, "
+                f"got {type(drafter).__name__}; use it beside the cascade, in merge or first"
+            )
 
     def propose(self, requests: Sequence[RequestView], builder: DraftBuilder) -> None:
         drafter, model = self.members
