@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specfw.bench import quantized as bench
-from specfw.bench.figures import new_figure
+from specfw.bench.plots import new_figure
 from specfw.bench.quantized import BASE, QuantizedBench, bench_quantized
 from specfw.cli import doctor
 from specfw.cli.main import app
