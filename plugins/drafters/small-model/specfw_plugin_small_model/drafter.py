@@ -212,8 +212,9 @@ class SmallModelDrafter(Scorer):
                 continue
             if isinstance(self._vocabularies, Retokenized):
                 depth = min(allowed.max_nodes, allowed.max_depth)
-                per_token = max(1.0, len(ids) / len(request.tokens))
-                room = min(positions, math.ceil(depth * per_token))
+                per_token = len(ids) / len(request.tokens)
+                # One more, for how the last one is spelled depends on what follows.
+                room = min(positions, math.ceil((depth + 1) * per_token))
             else:
                 depth = min(allowed.max_depth, positions)
                 room = allowed.max_nodes
@@ -308,21 +309,18 @@ class SmallModelDrafter(Scorer):
         """Go on with the most likely text, id by id, and guess what spells it for the target."""
         live = list(self._trees.values())
         logits = self._read_context(live) if live else None
-        guesses: dict[_Tree, list[int]] = {}
         while logits is not None:
             for tree, id in zip(live, _best(logits), strict=True):
                 tree.written.append(id)
-                guesses[tree] = vocabularies.guess(tree.request.tokens, tree.ids, tree.written)
             live = [
                 tree
                 for tree in live
-                if len(guesses[tree]) < tree.limits.max_depth
-                and len(tree.written) < tree.room
-                and not vocabularies.ends(tree.written[-1])
+                if len(tree.written) < tree.room and not vocabularies.ends(tree.written[-1])
             ]
             logits = self._run([_last_written(tree) for tree in live]) if live else None
-        for tree, guess in guesses.items():
-            builder.guess(tree.live[0], guess)
+        for tree in self._trees.values():
+            guess = vocabularies.guess(tree.request.tokens, tree.ids, tree.written)
+            builder.guess(tree.live[0], guess[: tree.limits.max_depth])
 
     def _grow(self, vocabularies: Same | Shared, builder: DraftBuilder) -> None:
         """Read and draw, level by level."""
