@@ -382,11 +382,12 @@ class DraftBuilder:
                 break
             before = [[0, *path][min(depth, len(path))] for path in paths]
             q = laws.rows(self._index(np.array(before)))[going]
-            keep = self._may_draw(q)
+            keep = self._ask(parents[going], q)
             if keep is not None:
                 q, going = q[keep], [b for b, go in zip(going, keep.tolist(), strict=True) if go]
             place = [[*paths[b], -1][depth] for b in going]
             parents[going] = self._chain_on(parents[going], tokens[going, place], q)
+            self._note_chances(parents[going], q)
             for b in going:
                 chains[b].append(int(parents[b]))
         return chains
@@ -507,23 +508,32 @@ class DraftBuilder:
         draw: Callable[[Handles, Tensor, NDArray[np.int64]], Handles],
     ) -> Handles:
         """Draw where the schedulers do not stop it, and note how likely what was drawn is."""
-        if self._may_draw is None:
-            return draw(parents, q, room)
-        if self._chance is None:
-            self._chance = torch.ones_like(self._token, dtype=q.dtype)
-        chance = self._chance.view(-1)
-        path = self._along_path(parents, lambda nodes: chance[self._index(nodes)], 1.0)
-        keep = self._may_draw(q, path)
+        keep = self._ask(parents, q)
         if keep is not None:
             room = room * keep.cpu().numpy()
         handles = np.full((len(parents), int(room.max(initial=0))), -1, np.int64)
         if len(rows := np.flatnonzero(room)):
-            drawn = draw(parents[rows], q[self._index(rows)], room[rows])
-            handles[rows] = drawn
-            row, rank = np.nonzero(drawn >= 0)
-            nodes = self._index(drawn[row, rank])
-            chance[nodes] = q[self._index(rows[row]), self._token.view(-1)[nodes]]
+            handles[rows] = draw(parents[rows], q[self._index(rows)], room[rows])
+            row, rank = np.nonzero(handles >= 0)
+            self._note_chances(handles[row, rank], q[self._index(row)])
         return handles
+
+    def _ask(self, parents: Handles, q: Tensor) -> Tensor | None:
+        """What the schedulers say before draws from q [M, V] below `parents`: bool [M]; None means go on."""
+        if self._may_draw is None:
+            return None
+        if self._chance is None:
+            self._chance = torch.ones_like(self._token, dtype=q.dtype)
+        chance = self._chance.view(-1)
+        path = self._along_path(parents, lambda nodes: chance[self._index(nodes)], 1.0)
+        return self._may_draw(q, path)
+
+    def _note_chances(self, nodes: Handles, q: Tensor) -> None:
+        """Note how likely each of `nodes` [M], drawn from q [M, V], was, for schedulers that ask."""
+        if self._chance is not None and len(nodes):
+            index = self._index(nodes)
+            tokens = self._token.view(-1)[index]
+            self._chance.view(-1)[index] = q.gather(1, tokens[:, None])[:, 0].to(self._chance.dtype)
 
     def _draw_coupled(self, parents: Handles, q: Tensor, room: NDArray[np.int64]) -> Handles:
         request = self._index(self._row_of(parents))
