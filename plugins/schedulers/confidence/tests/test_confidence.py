@@ -119,7 +119,7 @@ def _drafted(engine: Engine) -> tuple[Any, Any, Any]:
     """The draft of the engine's first step."""
     seen: list[tuple[Any, Any, Any]] = []
     make = engine._draft
-    engine._draft = lambda decoding: seen.append(make(decoding)) or seen[-1]  # type: ignore[method-assign]
+    engine._draft = lambda *given: seen.append(make(*given)) or seen[-1]  # type: ignore[method-assign]
     engine.step()
     return seen[0]
 
