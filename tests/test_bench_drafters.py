@@ -166,7 +166,7 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plot_drafters(result, path)
         assert path.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run = CliRunner().invoke(app, ["bench", "drafters", "--png", str(path)])
+    run = CliRunner().invoke(app, ["bench", "drafters", "--plot", str(path)])
     assert isinstance(run.exception, ConfigError)
     assert "install specfw[plot]" in str(run.exception)
 

@@ -276,7 +276,7 @@ def _by_class(prompts: Sequence[Prompt], per_class: int, most: int) -> dict[str,
         if len(some) < per_class:
             raise ConfigError(
                 f"bench schedulers: expected {per_class} prompts of category {CLASSES[name]!r}, got "
-                f"{len(some)}; lower --per-class or add some"
+                f"{len(some)}; lower --limit-per-class or add some"
             )
     return chosen
 

@@ -43,7 +43,7 @@ def drafters(
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
-    png: Annotated[
+    plot: Annotated[
         Path | None, typer.Option(help="Draw the table into this PNG; needs matplotlib.")
     ] = None,
     as_json: JsonOutput = False,
@@ -52,7 +52,7 @@ def drafters(
     from specfw.bench.drafters import bench_drafters, plot_drafters
     from specfw.bench.plots import new_figure
 
-    if png is not None:
+    if plot is not None:
         new_figure("bench drafters", 1, 1)  # refused before anything is measured
     chosen = [name for text in drafters or [DRAFTERS] for name in split_references(text)]
     with showing_progress() as progress:
@@ -61,8 +61,8 @@ def drafters(
         )
     if markdown is not None:
         markdown.write_text(result.markdown(), encoding="utf-8")
-    if png is not None:
-        plot_drafters(result, png)
+    if plot is not None:
+        plot_drafters(result, plot)
     if as_json:
         print_json(result.mapping())
     else:
@@ -71,7 +71,9 @@ def drafters(
 
 @app.command("engine")
 def engine(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to emit for each prompt.")
+    ] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 5,
     prompts: Annotated[
         Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
@@ -83,7 +85,7 @@ def engine(
     from specfw.bench.engine import bench_engine
 
     with showing_progress() as progress:
-        result = bench_engine(tokens, rounds, prompts, dtype, progress).mapping()
+        result = bench_engine(max_new_tokens, rounds, prompts, dtype, progress).mapping()
     if as_json:
         print_json(result)
         return
@@ -105,8 +107,8 @@ def schedulers(
     ] = "ngram(continuations=1, max_nodes=16)",
     depths: Annotated[str, typer.Option(help="The fixed depths, by comma.")] = "0,1,2,4,8",
     requests: Annotated[str, typer.Option(help="Requests at once, by comma.")] = "1,4,16",
-    per_class: Annotated[int, typer.Option(min=1, help="Prompts of each class.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each prompt.")] = 96,
+    limit_per_class: Annotated[int, typer.Option(min=1, help="Prompts of each class.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each prompt.")] = 96,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
     prompts: Annotated[
         Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
@@ -126,8 +128,8 @@ def schedulers(
             drafter,
             read_counts("bench schedulers", "--depths", depths, least=0),
             read_counts("bench schedulers", "--requests", requests),
-            per_class,
-            tokens,
+            limit_per_class,
+            max_new_tokens,
             rounds,
             prompts,
             dtype,
@@ -150,8 +152,10 @@ def quantized(
         typer.Option(help="An expression such as \"torch-int(target='demo')\"; may be repeated."),
     ] = None,
     drafter: Annotated[str, typer.Option(help="For the speculative runs.")] = "ngram",
-    per_category: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
+    limit_per_category: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to emit for each prompt.")
+    ] = 64,
     prompts: Annotated[
         Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
     ] = None,
@@ -166,7 +170,7 @@ def quantized(
 
     with showing_progress() as progress:
         result = bench_quantized(
-            target or TARGETS, drafter, per_category, tokens, prompts, progress
+            target or TARGETS, drafter, limit_per_category, max_new_tokens, prompts, progress
         )
     if markdown is not None:
         markdown.write_text(result.markdown(), encoding="utf-8")
