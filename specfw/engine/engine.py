@@ -329,18 +329,18 @@ class Engine:
         columns = torch.stack([outcome.node, outcome.next_token, laws.failed_at, *faulty], 1)
         top = best_tokens(rows.logits, self.drafters.requires.top_k or int(any(builder.extras)))
         # the step's one synchronisation
-        decided, best = _fetch(torch.cat([columns, draft.token], 1), top)
+        decided, tokens, best = _fetch(columns, draft.token, top)
         paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
         self.store.compact(
             (work.sequence, work.sequence.n_kv + work.context, [node - 1 for node in path])
             for work, path in zip(plan.decoding, paths, strict=True)
         )
         rounds = [
-            self._settle(b, work.request, draft, builder, paths[b], decided[b], laws)
+            self._settle(b, work.request, draft, builder, paths[b], decided[b], tokens[b], laws)
             for b, work in enumerate(plan.decoding)
         ]
         for b, (round, root) in enumerate(zip(rounds, rows.roots, strict=True)):
-            round.ranked = rank_rows(draft, builder.extras[b], b, decided[b, 4:], best[root:])
+            round.ranked = rank_rows(draft, builder.extras[b], b, tokens[b], best[root:])
         kept = {round.request: len(round.kept) for round in rounds if round.error is None}
         for work in plan.work:
             if not work.decodes or work.request in kept:
@@ -359,12 +359,12 @@ class Engine:
         builder: DraftBuilder,
         path: list[int],
         decided: NDArray[np.int64],
+        drafted_tokens: NDArray[np.int64],
         laws: NodeLaws,
     ) -> Round:
         """Emit what request `b` got, and count it."""
-        columns = 3 + len(builder.non_finite)
-        _, next_token, failed_at, *faulty = decided[:columns].tolist()
-        tokens = [*decided[columns:][path].tolist(), next_token]
+        _, next_token, failed_at, *faulty = decided.tolist()
+        tokens = [*drafted_tokens[path].tolist(), next_token]
         for drafter, is_faulty in zip(builder.non_finite, faulty, strict=True):
             if is_faulty:
                 drafter.stop(request, "handed over NaN or infinite logits")

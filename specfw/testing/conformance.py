@@ -11,6 +11,7 @@ import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -305,6 +306,35 @@ class DrafterConformance(ABC):
         assert joined.output.finish_reason in ("stop", "length")
         assert not engine.faults
 
+    def test_a_thousand_requests_leave_nothing_behind(self) -> None:
+        """Whatever is kept by request, of those preempted, cancelled or found in the prefix cache too, piles up."""
+        drafter = self.make()
+        engine = self.engine(drafter, Case(vocab_size=4, horizon=1))
+        _run(engine)
+        engine._next_id = first = 1 << 40  # numbers that nothing else holds
+        random = np.random.default_rng(5)
+        prompts = [random.integers(0, 4, length).tolist() for length in (1, 2, 5, 6, 9)]
+        preempted = cancelled = asked = 0
+        while asked < 1000 or engine.has_work:
+            for prompt in random.choice(len(prompts), min(1000 - asked, 12)):
+                temperature = float(random.choice([0.0, 1.0]))
+                params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=asked)
+                engine.add(prompts[prompt], params)
+                asked += 1
+            waiting = list(engine.planner.waiting)
+            report = engine.step()
+            preempted += report.preempted
+            admitted = [request for request in waiting if request in engine.planner.running]
+            if admitted and asked % 5 == 0:
+                engine.cancel(admitted[0])
+                cancelled += 1
+        engine.memory.check()
+        assert min(preempted, cancelled) > 1
+        assert engine.memory.cached  # so that prompts, which come again and again, were found there
+        assert not engine.faults, dict(engine.faults)
+        held = {number for number in _numbers_in(drafter) if number >= first}
+        assert not held, f"{len(held)} requests that are gone are still known, such as {min(held)}"
+
     def test_an_empty_batch(self) -> None:
         """A step may have nobody to draft for."""
         drafter = self.make()
@@ -378,6 +408,25 @@ class DrafterConformance(ABC):
             texts.append([request.emitted for request in requests])
             assert all(request.output is not None for request in requests)
         assert texts[0] == texts[1]
+
+
+def _numbers_in(thing: object) -> set[int]:
+    """All integers that something holds, its modules and tensors excepted."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    left = [thing]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType, torch.nn.Module)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, int):
+            found.add(one)
+        elif isinstance(one, np.ndarray):
+            found.update(one.reshape(-1).tolist() if one.dtype.kind in "iu" else ())
+        elif not isinstance(one, torch.Tensor):
+            left += gc.get_referents(one)
+    return found
 
 
 def _empty_builder(engine: Engine) -> DraftBuilder:
