@@ -101,7 +101,7 @@ def test_the_law_is_the_targets_whoever_drafts_for_the_others(
     """Fault: draws or handles of one drafter land in a request of another."""
     for drafters in (MIXED, MIXED[1:] + MIXED[:1], MIXED[2:] + MIXED[:2]):
         cases = [
-            Case(SETTINGS[setting], "dense", size, horizon, 3, memory, 1, drafters)  # type: ignore[arg-type]
+            Case(SETTINGS[setting], "dense", size, horizon, 3, memory, 1, drafters=drafters)  # type: ignore[arg-type]
             for size, horizon, memory in [(3, 2, "plain"), (2, 3, "preemption")]
         ]
         certificate = certify(

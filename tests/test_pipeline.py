@@ -757,7 +757,7 @@ def test_requests_that_do_not_fit_together_take_turns(
     assert is_empty(pipeline)
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(
+def test_a_draft_model_of_another_vocabulary_is_refused_where_it_must_be_the_same(
     build: Callable[..., Pipeline], tmp_path: Path
 ) -> None:
     """Draft ids that mean other words to the target."""
@@ -769,7 +769,11 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
     (other / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"(?s)small-model.*token") as caught:
         build(
-            drafter={"name": "small-model", "model": {"name": "transformers", "model": str(other)}}
+            drafter={
+                "name": "small-model",
+                "model": {"name": "transformers", "model": str(other)},
+                "tokenizer": "same",
+            }
         )
     assert is_one_sentence(str(caught.value))
 

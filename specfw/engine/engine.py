@@ -376,8 +376,8 @@ class Engine:
             ends, error = "error", failure
         kept = path[:taken]
         drafted, extra = int(draft.sizes[b]) - 1, len(builder.extras[b])
-        deepest = int(draft.depth[b].max())
-        tested = min(len(path) + (len(path) < deepest), taken)
+        refused = any(draft.child_counts(b, [path[-1] if path else 0]))
+        tested = min(len(path) + refused, taken)
         request.count(drafted, extra, tested, len(kept), taken)
         request.add_logprobs(laws, b, [0, *path][:taken])
         emitted = request.tokens[len(request.tokens) - taken :]

@@ -324,13 +324,13 @@ class TableTokenizer:
         return backend
 
     def get_vocab(self) -> dict[str, int]:
-        return {self.convert_ids_to_tokens(token): token for token in range(self.vocab_size)}
+        return {letter: token for token, letter in enumerate(self._letters)}
 
-    def convert_ids_to_tokens(self, ids: int) -> str:
-        return self._letters[ids]
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        return self._letters[ids] if ids < self.vocab_size else None
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         return [self._letters.find(letter) for letter in text]  # -1, which is no token, elsewhere
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
-        return "".join(self.convert_ids_to_tokens(token) for token in token_ids)
+        return "".join(self.convert_ids_to_tokens(token) or "" for token in token_ids)
