@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     )
     from specfw.training.files import whole_file
     from specfw.training.loop import LoopSettings, Problem, train_loop
+    from specfw.training.options import WeightsOptions
     from specfw.training.run import TrainingRun
     from specfw.training.texts import Shard, Texts
+    from specfw.training.weights import TEXT_TOKENS, read_batches, room_for_weights, trainable
 
 __all__ = [
+    "TEXT_TOKENS",
     "Batch",
     "Batches",
     "Features",
@@ -32,12 +35,16 @@ __all__ = [
     "Shard",
     "Texts",
     "TrainingRun",
+    "WeightsOptions",
     "check_laws",
     "final_norm",
     "frequent_tokens",
     "layer_number",
+    "read_batches",
+    "room_for_weights",
     "target_logits",
     "train_loop",
+    "trainable",
     "whole_file",
 ]
 
@@ -51,7 +58,12 @@ __getattr__ = lazy_names(
         "Problem": "specfw.training.loop",
         "Shard": "specfw.training.texts",
         "Texts": "specfw.training.texts",
+        "TEXT_TOKENS": "specfw.training.weights",
         "TrainingRun": "specfw.training.run",
+        "WeightsOptions": "specfw.training.options",
+        "read_batches": "specfw.training.weights",
+        "room_for_weights": "specfw.training.weights",
+        "trainable": "specfw.training.weights",
         "frequent_tokens": "specfw.training.batches",
         "check_laws": "specfw.training.features",
         "final_norm": "specfw.training.features",

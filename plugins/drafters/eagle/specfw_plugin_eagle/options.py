@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from specfw.components import Options
+from specfw.training import WeightsOptions
 
 __all__ = ["EagleOptions", "EagleTrainerOptions"]
 
@@ -47,26 +48,20 @@ class EagleOptions(Options):
         return self
 
 
-class EagleTrainerOptions(Options):
+class EagleTrainerOptions(WeightsOptions):
     """How a head is trained."""
 
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """Training steps in all; None leaves it to the time."""
     vocab: Annotated[int, Field(ge=1)] = 8192
     """Tokens of the draft vocabulary: those that are most frequent in the texts."""
     rollout: Annotated[int, Field(ge=1)] = 3
     """Steps from each position, each on what the one before gave."""
     texts: Annotated[int, Field(ge=1)] = 6
     """Texts in a batch."""
-    rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    """The learning rate."""
     loss: Literal["kl", "tv", "both"] = "kl"
     """Distance from the target's law: Kullback-Leibler, total variation, or their sum."""
     train_output: bool = False
     """Whether the vocabulary projection is trained too; otherwise it stays the target's, which is cheaper."""
     inner: Annotated[int, Field(ge=1)] | None = None
     """Width of the MLP; None takes the target's."""
-    feature_bytes: Annotated[int, Field(ge=0)] = 16_000_000_000
-    """Disk for the target's hidden states; what does not fit is computed again for each batch."""
     start: Path | None = None
     """A published EAGLE-3 head to go on from, in place of one made of the target's parts."""

@@ -16,16 +16,18 @@ from torch import Tensor
 from specfw.contracts import TargetInfo, Trained, Trainer
 from specfw.errors import ConfigError
 from specfw.training import (
+    TEXT_TOKENS,
     Batch,
-    Batches,
-    Features,
     LoopSettings,
     Problem,
     TrainingRun,
     check_laws,
     frequent_tokens,
+    read_batches,
+    room_for_weights,
     target_logits,
     train_loop,
+    trainable,
 )
 from specfw_plugin_eagle.beginning import make_beginning
 from specfw_plugin_eagle.checkpoints import Checkpoint, read_checkpoint
@@ -37,9 +39,6 @@ __all__ = ["EagleTrainer", "rollout_loss"]
 
 _FADING = 0.8
 """What each further step of a rollout counts, of the step before."""
-_TEXT_TOKENS = 512
-_WORDS_PER_WEIGHT = 8
-"""Float32 numbers in memory for each weight: gradients, two moments, the average, and checkpoints."""
 
 
 class EagleTrainer(Trainer):
@@ -74,23 +73,18 @@ class EagleTrainer(Trainer):
     def room(self, tokens: int) -> tuple[int, int]:
         sizes = self._target.model.config.get_text_config(decoder=True)
         width = int(sizes.hidden_size)
-        kept = int(1.3 * tokens) * (len(self._layers) + 1) * width * 2
-        weights = width * (16 * width + self._options.vocab)
-        weights_bytes = weights * 4 * _WORDS_PER_WEIGHT
-        rows = self._options.texts * _TEXT_TOKENS * self._options.vocab * 4
-        return min(kept, self._options.feature_bytes) + weights_bytes, weights_bytes + 6 * rows
+        return room_for_weights(
+            tokens,
+            states=(len(self._layers) + 1) * width,
+            weights=width * (16 * width + self._options.vocab),
+            laws=self._options.texts * TEXT_TOKENS * self._options.vocab,
+            options=self._options,
+        )
 
     def train(self, run: TrainingRun) -> Trained:
         options = self._options
         layers = tuple(dict.fromkeys([*self._layers, self._last]))
-        features = Features(
-            run.target,
-            layers,
-            run.texts.folder / "features",
-            options.feature_bytes,
-            run.target.dtype,
-        )
-        batches = Batches(run.texts, features, run.seed, options.texts, _TEXT_TOKENS, run.tell)
+        batches = read_batches(run, layers, options)
         beginning = self._start or make_beginning(
             run.target,
             self._layers,
@@ -121,15 +115,11 @@ class _Learner:
         self._beginning, self._target, self._options = beginning, target, options
         self._last = last
         frozen = {"embed_tokens.weight"} | (set() if options.train_output else {"lm_head.weight"})
-        self.parameters: dict[str, Tensor] = {}
-        self.constants: dict[str, Tensor] = {}
+        learned, self.constants = {}, {}
         for name, value in beginning.tensors.items():
-            if value.is_floating_point() and name not in frozen:
-                self.parameters[name] = value.to(
-                    target.device, torch.float32, copy=True
-                ).requires_grad_()
-            else:
-                self.constants[name] = value
+            trains = value.is_floating_point() and name not in frozen
+            (learned if trains else self.constants)[name] = value
+        self.parameters = trainable(learned, target.device)
 
     def checkpoint(self, tensors: Mapping[str, Tensor]) -> Checkpoint:
         """The head with other weights."""

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from specfw.components import Component, Options
 from specfw.contracts import API_VERSION, Drafter, Trainer
 from specfw.hookspecs import hookimpl
+from specfw.training import WeightsOptions
 
 # torch is imported where a drafter is built, so that finding the plugin stays quick.
 
@@ -49,11 +50,9 @@ class EarlyExitOptions(Options):
         return self
 
 
-class AdapterTrainerOptions(Options):
+class AdapterTrainerOptions(WeightsOptions):
     """How an exit adapter is trained."""
 
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """Training steps in all; None leaves it to the time."""
     layer: Annotated[int, Field(ge=1)] | None = None
     """Layers of the target before the exit; None takes a third of them."""
     rank: Annotated[int, Field(ge=1)] = 128
@@ -62,10 +61,6 @@ class AdapterTrainerOptions(Options):
     """Texts in a batch."""
     places: Annotated[int, Field(ge=1)] = 256
     """Places of a batch at which laws are compared, at most."""
-    rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    """The learning rate."""
-    feature_bytes: Annotated[int, Field(ge=0)] = 16_000_000_000
-    """Disk for the target's hidden states; what does not fit is computed again for each batch."""
 
 
 def _build(options: EarlyExitOptions) -> Drafter:

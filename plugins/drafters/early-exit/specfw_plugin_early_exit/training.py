@@ -13,24 +13,22 @@ from specfw.errors import ConfigError
 from specfw.fingerprint import fingerprint
 from specfw.training import (
     Batch,
-    Batches,
-    Features,
     LoopSettings,
     Problem,
     TrainingRun,
     check_laws,
     final_norm,
+    read_batches,
+    room_for_weights,
     target_logits,
     train_loop,
+    trainable,
     whole_file,
 )
 from specfw_plugin_early_exit import AdapterTrainerOptions
 from specfw_plugin_early_exit.adapter import ExitAdapter
 
 __all__ = ["AdapterTrainer", "exit_loss"]
-
-_TEXT_TOKENS = 512
-_NUMBERS_PER_WEIGHT = 8
 
 
 class AdapterTrainer(Trainer):
@@ -59,24 +57,21 @@ class AdapterTrainer(Trainer):
         self._vocab_size = target.vocab_size
 
     def room(self, tokens: int) -> tuple[int, int]:
-        kept = int(1.3 * tokens) * 2 * self._width * 2
-        weights = 2 * self._options.rank * self._width * 4 * _NUMBERS_PER_WEIGHT
-        rows = self._options.places * self._vocab_size * 4
-        return min(kept, self._options.feature_bytes) + weights, weights + 6 * rows
+        return room_for_weights(
+            tokens,
+            states=2 * self._width,
+            weights=2 * self._options.rank * self._width,
+            laws=self._options.places * self._vocab_size,
+            options=self._options,
+        )
 
     def train(self, run: TrainingRun) -> Trained:
         options, target = self._options, run.target
-        layers = [self._layer, self._last]
-        folder = run.texts.folder / "features"
-        features = Features(target, layers, folder, options.feature_bytes, target.dtype)
-        batches = Batches(run.texts, features, run.seed, options.texts, _TEXT_TOKENS, run.tell)
+        batches = read_batches(run, [self._layer, self._last], options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)
             adapter = ExitAdapter(self._layer, self._width, options.rank, fingerprint(target))
-        parameters = {
-            name: value.detach().to(target.device, torch.float32, copy=True).requires_grad_()
-            for name, value in adapter.named_parameters()
-        }
+        parameters = trainable(dict(adapter.named_parameters()), target.device)
 
         def loss(step: int) -> tuple[Tensor, dict[str, float]]:
             chosen = torch.Generator().manual_seed(run.seed * 1_000_003 + step)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from specfw.components import Options
+from specfw.training import WeightsOptions
 from specfw_plugin_medusa.trees import NodePath
 
 __all__ = ["MedusaOptions", "MedusaTrainerOptions"]
@@ -70,22 +71,14 @@ class MedusaOptions(Options):
         return self
 
 
-class MedusaTrainerOptions(Options):
+class MedusaTrainerOptions(WeightsOptions):
     """How heads are trained."""
 
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """Training steps in all; None leaves it to the time."""
     heads: Annotated[int, Field(ge=1)] = 4
     """Heads, each for a token further ahead."""
     blocks: Annotated[int, Field(ge=1)] = 1
     """Residual blocks of each head."""
     vocab: Annotated[int, Field(ge=1)] = 8192
     """Tokens that are drafted: those that are most frequent in the texts."""
-    texts: Annotated[int, Field(ge=1)] = 8
-    """Texts in a batch."""
-    rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    """The learning rate."""
-    feature_bytes: Annotated[int, Field(ge=0)] = 16_000_000_000
-    """Disk for the target's hidden states; what does not fit is computed again for each batch."""
     start: Path | None = None
     """Published heads to go on from; they must have no vocabulary projection of their own."""

@@ -13,17 +13,19 @@ from specfw.contracts import TargetInfo, Trained, Trainer
 from specfw.errors import ConfigError
 from specfw.fingerprint import KEY, fingerprint
 from specfw.training import (
+    TEXT_TOKENS,
     Batch,
-    Batches,
-    Features,
     LoopSettings,
     Problem,
     TrainingRun,
     check_laws,
     frequent_tokens,
     layer_number,
+    read_batches,
+    room_for_weights,
     target_logits,
     train_loop,
+    trainable,
     whole_file,
 )
 from specfw_plugin_medusa.checkpoints import Checkpoint, Head, load_checkpoint
@@ -34,8 +36,6 @@ __all__ = ["MedusaTrainer", "heads_loss"]
 
 _FADING = 0.8
 """What each further head counts, of the one before, as in Medusa's own training."""
-_TEXT_TOKENS = 512
-_NUMBERS_PER_WEIGHT = 8
 
 
 class MedusaTrainer(Trainer):
@@ -65,25 +65,23 @@ class MedusaTrainer(Trainer):
 
     def room(self, tokens: int) -> tuple[int, int]:
         options = self._options
-        kept = int(1.3 * tokens) * self._width * 2
-        weights = options.heads * options.blocks * self._width**2 * 4 * _NUMBERS_PER_WEIGHT
-        rows = options.texts * _TEXT_TOKENS * options.vocab * 4
-        return min(kept, options.feature_bytes) + weights, weights + 6 * rows
+        return room_for_weights(
+            tokens,
+            states=self._width,
+            weights=options.heads * options.blocks * self._width**2,
+            laws=options.texts * TEXT_TOKENS * options.vocab,
+            options=options,
+        )
 
     def train(self, run: TrainingRun) -> Trained:
         options, target = self._options, run.target
         last = layer_number(target, -1)
-        folder = run.texts.folder / "features"
-        features = Features(target, [last], folder, options.feature_bytes, target.dtype)
-        batches = Batches(run.texts, features, run.seed, options.texts, _TEXT_TOKENS, run.tell)
+        batches = read_batches(run, [last], options)
         constants = {} if self._start is None else _vocab_of(self._start)
         if self._start is None and options.vocab < target.vocab_size:
             constants = {"token_map": frequent_tokens(batches.shards, target, options.vocab)}
         beginning = self._begin() if self._start is None else _named(self._start.heads)
-        parameters = {
-            name: value.to(target.device, torch.float32, copy=True).requires_grad_()
-            for name, value in beginning.items()
-        }
+        parameters = trainable(beginning, target.device)
         problem = Problem(
             parameters,
             lambda step: heads_loss(
