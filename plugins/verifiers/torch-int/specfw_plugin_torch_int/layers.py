@@ -1,10 +1,13 @@
 """The layers: a linear one with integer weights, for each scheme.
 
-`w8a8` and `w8a16` have a scale for each output, `w4a16` has a scale and a zero for each 32 weights. Integer products are exact in whatever order they are summed, and the weight-only kernels sum
-each row by itself, so that no row's result depends on the others.
+`w8a8` and `w8a16` have a scale for each output, `w4a16` has a scale and a zero for each 32 weights. Integer
+products are exact in whatever order they are summed, and the weight-only kernels sum each row by itself, so that
+no row's result depends on the others.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ _INPUTS, _OUTPUTS = 16, 16
 """What features must be multiples of: beyond these, bfloat16 kernels read past their memory, or refuse."""
 
 
-class _IntLinear(nn.Module):
+class _IntLinear(nn.Module, ABC):
     """What the layers share: the features of the linear layer in whose place they are, and its bias."""
 
     weight: Tensor
@@ -41,8 +44,9 @@ class _IntLinear(nn.Module):
             product += self.bias
         return product.view(*x.shape[:-1], self.out_features)
 
+    @abstractmethod
     def _product(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+        """[rows, in_features] -> [rows, out_features], without the bias."""
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
