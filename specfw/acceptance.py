@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from specfw.contracts import DraftLimits, Feedback, RequestView
 from specfw.shapes import Shape, best_shapes
 
-__all__ = ["Acceptance", "AcceptanceByRequest"]
+__all__ = ["Acceptance", "AcceptanceByRequest", "BurstyAcceptance"]
 
 _LATER_SIBLING = 0.5
 """A sibling's chance to be kept, as a share of the earlier one's, before there is evidence."""
@@ -83,10 +84,6 @@ class Acceptance:
         row += [_Place() for _ in range(siblings - len(row))]
         return row
 
-    def copy(self) -> Acceptance:
-        """The same evidence, to go its own way from here."""
-        return deepcopy(self)
-
     def rates(self) -> Iterator[float]:
         """The estimates for first siblings at depths 1, 2, ... without end."""
         return (rates[0] for rates in self._all_rates(1))
@@ -123,17 +120,54 @@ class Acceptance:
 
     def _all_rates(self, width: int) -> Iterator[list[float]]:
         """The estimates at depths 1, 2, ... without end, by rank."""
-        above = [self._prior * _LATER_SIBLING**rank for rank in range(width)]
+        expected = [self._prior * _LATER_SIBLING**rank for rank in range(width)]
         for row in self._places:
-            above = [
+            expected = [
                 (row[rank].kept + self._doubt * rate) / (row[rank].tested + self._doubt)
                 if rank < len(row)
                 else 0.0
-                for rank, rate in enumerate(above)
+                for rank, rate in enumerate(expected)
             ]
-            yield above
+            yield expected
         while True:
-            yield above
+            yield expected
+
+
+class BurstyAcceptance:
+    """Two estimates: for drafts after one that was kept whole, as while a text is being copied, and for any.
+
+    Drafts are right in bursts; one estimate for both would draft too little in them.
+    """
+
+    def __init__(self, memory: float) -> None:
+        """Start without evidence; `memory` in drafted steps of each kind."""
+        self._any, self._after_whole = Acceptance(memory=memory), Acceptance(memory=memory)
+
+    @property
+    def steps(self) -> int:
+        """Steps in which something was tested."""
+        return self._any.steps
+
+    def after(self, whole: bool) -> Acceptance:
+        """The estimate for a draft after one that was kept `whole`, or after another."""
+        return self._after_whole if whole else self._any
+
+    def add(
+        self, whole: bool, tested: int, kept: int, ranks: Sequence[int], siblings: Sequence[int]
+    ) -> None:
+        """A step after a draft that was kept `whole`, or after another; the rest as for `Acceptance.add`."""
+        self._any.add(tested, kept, ranks, siblings)
+        if whole:
+            self._after_whole.add(tested, kept, ranks, siblings)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one request."""
+
+    acceptance: BurstyAcceptance
+    whole: bool = True
+    """Whether its last draft was kept whole; before the first one, the best is hoped for."""
 
 
 class AcceptanceByRequest:
@@ -147,27 +181,42 @@ class AcceptanceByRequest:
             carry_over: whether a new request is taken to be like all others so far.
         """
         self._memory, self._carry_over = memory, carry_over
-        self.all = Acceptance(memory=memory)
-        """Of all requests so far."""
-        self._known: WeakKeyDictionary[RequestView, Acceptance] = WeakKeyDictionary()
+        self._all = BurstyAcceptance(memory)
+        self._known: WeakKeyDictionary[RequestView, _Known] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def steps(self) -> int:
+        """Drafts of all requests so far in which something was tested."""
+        return self._all.steps
+
+    def steps_of(self, request: RequestView) -> int:
+        """The same of one request, and of what it was taken to be like."""
+        return self._of(request).acceptance.steps
+
     def of(self, request: RequestView) -> Acceptance:
-        """What is known of one request."""
-        if request not in self._known:
-            self._known[request] = (
-                self.all.copy() if self._carry_over else Acceptance(memory=self._memory)
-            )
-        return self._known[request]
+        """The estimate for a request's next draft."""
+        known = self._of(request)
+        return known.acceptance.after(known.whole)
 
     def observe(self, feedback: Feedback) -> None:
         """Learn what was tested and kept."""
         for place, (request, tested) in enumerate(
             zip(feedback.requests, feedback.tested, strict=False)
         ):
+            if not tested:
+                continue
+            known, kept = self._of(request), len(feedback.kept[place])
             ranks = feedback.ranks[place] if feedback.ranks else ()
             siblings = feedback.siblings[place] if feedback.siblings else ()
-            for one in (self.of(request), self.all):
-                one.add(tested, len(feedback.kept[place]), ranks, siblings)
+            for one in (known.acceptance, self._all):
+                one.add(known.whole, tested, kept, ranks, siblings)
+            known.whole = kept == tested
+
+    def _of(self, request: RequestView) -> _Known:
+        if request not in self._known:
+            begun = deepcopy(self._all) if self._carry_over else BurstyAcceptance(self._memory)
+            self._known[request] = _Known(begun)
+        return self._known[request]

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
+
 from specfw.contracts import Feedback, TargetInfo
 from specfw.errors import ConfigError
 
@@ -34,18 +36,21 @@ class CostCurve:
     Measurements fall into buckets; medians of the recent ones make a curve, which is pooled where it
     would fall (isotonic regression). Between its points it is linear. Below the first it is constant,
     and beyond the last it rises as it does on average, so that what is unknown looks cheap and is tried.
+
+    A profile says what was not measured yet, as many times dearer as what was measured nearby turned
+    out to be: it was taken with one request, and passes over several cost more.
     """
 
-    def __init__(self, seed: Mapping[int, float] | None = None) -> None:
-        """Start with known seconds by count, each of which is a median already."""
+    def __init__(self, profile: Mapping[int, float] | None = None) -> None:
+        """Start with seconds by count, each of them a median, that were measured before."""
+        self._profile = dict(sorted((profile or {}).items()))
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._middles: dict[int, tuple[float, float]] = {}
         """Mean count and median seconds of each bucket."""
         self._changed: set[int] = set()
-        self._curve: tuple[list[float], list[float]] = [], []
-        for count, seconds in (seed or {}).items():
-            for _ in range(_KNOWN):
-                self.add(count, seconds)
+        self._curve: tuple[list[float], list[float]] = _rising_curve(
+            [(float(count), seconds, 1.0) for count, seconds in self._profile.items()]
+        )
 
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
@@ -57,14 +62,14 @@ class CostCurve:
         """How often a count was measured that is not told apart from this one."""
         return len(self._buckets.get(_bucket(count), ()))
 
-    def measurements_near(self, count: int) -> int:
-        """How often counts were measured that are at most a third away from this one."""
-        near = [
-            bucket
-            for bucket, measured in self._buckets.items()
+    def knows(self, count: int) -> bool:
+        """Whether there is a profile, or counts at most a third away were measured often enough."""
+        near = (
+            len(measured)
+            for measured in self._buckets.values()
             if 3 * abs(measured[-1][0] - count) <= count
-        ]
-        return sum(len(self._buckets[bucket]) for bucket in near)
+        )
+        return bool(self._profile) or sum(near) >= _KNOWN
 
     def __call__(self, count: float) -> float:
         """Seconds for a count; 0 before any measurement."""
@@ -91,11 +96,40 @@ class CostCurve:
                 counts, seconds = zip(*self._buckets[bucket], strict=True)
                 self._middles[bucket] = fmean(counts), median(seconds)
             self._changed.clear()
-            weights = [float(len(self._buckets[bucket])) for bucket in sorted(self._middles)]
-            middles = [self._middles[bucket] for bucket in sorted(self._middles)]
-            rising = _rising([seconds for _, seconds in middles], weights)
-            self._curve = [count for count, _ in middles], rising
+            self._curve = _rising_curve([*self._measured(), *self._expected()])
         return self._curve
+
+    def _measured(self) -> list[tuple[float, float, float]]:
+        """Count, seconds and weight of each bucket; with a profile, of those that were measured often enough."""
+        least = _KNOWN if self._profile else 1
+        sizes = {bucket: len(measured) for bucket, measured in self._buckets.items()}
+        return [
+            (*self._middles[bucket], float(size)) for bucket, size in sizes.items() if size >= least
+        ]
+
+    def _expected(self) -> list[tuple[float, float, float]]:
+        """The same of the profile's counts that were not."""
+        measured = self._measured()
+        if not measured or not self._profile:
+            return [(float(count), seconds, 1.0) for count, seconds in self._profile.items()]
+        known = {_bucket(round(count)) for count, _, _ in measured}
+        counts, seconds, _ = zip(*sorted(measured), strict=True)
+        times = np.divide(
+            seconds, np.interp(counts, list(self._profile), list(self._profile.values()))
+        )
+        return [
+            (float(count), before * float(np.interp(count, counts, times)), 1.0)
+            for count, before in self._profile.items()
+            if _bucket(count) not in known
+        ]
+
+
+def _rising_curve(points: list[tuple[float, float, float]]) -> tuple[list[float], list[float]]:
+    """The closest curve that never falls, from counts, seconds and weights in any order."""
+    counts, seconds, weights = (
+        (list(one) for one in zip(*sorted(points), strict=True)) if points else ([], [], [])
+    )
+    return counts, _rising(seconds, weights)
 
 
 def _bucket(count: int) -> int:
@@ -127,7 +161,8 @@ class StepCosts:
     def __init__(self, target: Mapping[int, float] | None = None) -> None:
         """Start with a profile of the target pass, seconds by rows."""
         self.target = CostCurve(target)
-        self.drafting = CostCurve({0: 0.0})
+        self.drafting = CostCurve()
+        self.drafting.add(0, 0.0)
 
     def learn_of(self, target: TargetInfo, profile: str | None) -> None:
         """Take in what is known before the first step.
@@ -147,7 +182,7 @@ class StepCosts:
 
     def knows(self, rows: int) -> bool:
         """Whether steps of so many rows were timed often enough for others to be compared with them."""
-        return self.target.measurements_near(rows) >= _KNOWN
+        return self.target.knows(rows)
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from a step's phases.
@@ -162,6 +197,12 @@ class StepCosts:
         self.target.add(feedback.rows, sum(feedback.seconds.values()) - draft)
         if most := max(feedback.drafted, default=0):
             self.drafting.add(most, draft)
+
+    def extra(self, feedback: Feedback) -> float:
+        """What drafting took more in a step, in the time of the step without it."""
+        plain = self.target(feedback.rows - sum(feedback.drafted))
+        pass_more = self.target(feedback.rows) - plain
+        return (pass_more + feedback.seconds.get("draft", 0.0)) / plain if plain else 0.0
 
     def __call__(self, rows: int, most_nodes: int) -> float:
         """Seconds of a step of `rows`, drafts included, with at most `most_nodes` for one request.

@@ -6,28 +6,32 @@ __all__ = ["Probe"]
 
 
 class Probe:
-    """Waits between probes in proportion to what one costs; after one that paid it does not wait."""
+    """Waits after each probe in proportion to what it cost; after one that paid it does not wait."""
 
-    def __init__(self, share: float = 0.01, least: int = 16) -> None:
+    def __init__(self, share: float = 0.01, least: int = 8) -> None:
         """Set the bound.
 
         Args:
             share: the largest part of the time that probes may take which do not pay.
-            least: steps to wait at least after one.
+            least: steps to wait at least after one in which something was drafted.
         """
         self._share, self._least = share, least
-        self._waited = 0
-        self._extra = 0.0
-        self._again = False
+        self._wait = float(least)
 
-    def due(self, extra: float) -> bool:
-        """Whether to probe in this step, in which a probe takes the time of `extra` plain steps."""
-        self._waited += 1
-        if not self._again and self._waited < max(self._least, extra / self._share):
-            return False
-        self._waited, self._again, self._extra = 0, False, extra
-        return True
+    def due(self) -> bool:
+        """Whether to probe in this step; what came of it must be told by `learn`."""
+        self._wait -= 1
+        return self._wait < 0
 
-    def learn(self, gain: float) -> None:
-        """The probe brought as many tokens more as `gain` plain steps do."""
-        self._again = gain > self._extra
+    def learn(self, extra: float, gain: float, drafted: bool) -> None:
+        """A probe was made.
+
+        Args:
+            extra: what it took more, in the time of plain steps.
+            gain: what it brought more, in tokens of plain steps.
+            drafted: whether there was a draft; one that was empty taught nothing, and is soon tried again.
+        """
+        if gain > extra:
+            self._wait = 0
+        else:
+            self._wait = max(self._least if drafted else 0, extra / self._share)

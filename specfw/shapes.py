@@ -56,8 +56,9 @@ def best_shapes(shares: NDArray[np.float64] | Sequence[Sequence[float]], nodes: 
         nodes: most nodes below the root.
     """
     table = np.asarray(shares, np.float64)
-    if not table.size or not nodes:
+    if not table.any() or not nodes:
         return [Shape(0, 0, 0, 1.0)]
+    table = table[:, : np.flatnonzero(table.any(0))[-1] + 1]  # later siblings are never kept
     below = _Best.nothing(nodes)
     for row in table[::-1]:
         siblings = _Best.nothing(nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -80,9 +81,26 @@ def test_curve_is_robust() -> None:
 def test_curve_forgets() -> None:
     """A machine that became slower must show after some passes."""
     curve = CostCurve({1: 1.0})
-    for _ in range(100):
-        curve.add(1, 2.0)
+    for seconds in [1.0] * 30 + [2.0] * 100:
+        curve.add(1, seconds)
     assert curve(1) == 2.0
+
+
+def test_a_profile_is_scaled_by_what_is_measured() -> None:
+    """Passes over more requests than were profiled are dearer at all rows, not only at those measured so far."""
+    curve = CostCurve({1: 1.0, 4: 1.5, 8: 2.0, 16: 4.0})
+    assert curve.knows(8)
+    curve.add(4, 30.0)
+    assert curve(4) == 1.5  # one measurement is none
+    for _ in range(3):
+        curve.add(8, 3.0)
+    assert curve(8) == 3.0
+    assert curve(16) == pytest.approx(6.0)
+    assert curve(1) == pytest.approx(1.5)
+    for _ in range(3):
+        curve.add(16, 5.0)
+    assert curve(16) == 5.0
+    assert curve(1) == pytest.approx(1.5)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-4, 10.0)), min_size=1, max_size=40))
@@ -191,7 +209,7 @@ def test_acceptance_is_extended_and_forgets() -> None:
         acceptance.add(1, 0)
     bad = list(islice(acceptance.rates(), 3))
     assert bad[0] == bad[1] == bad[2] < 0.15
-    other = acceptance.copy()
+    other = deepcopy(acceptance)
     for _ in range(100):
         acceptance.add(2, 2)
     assert next(acceptance.rates()) > 0.95
@@ -205,20 +223,30 @@ def test_probes_cost_a_bounded_share() -> None:
     probe = Probe(share=0.01, least=4)
     probes = 0
     for _ in range(10_000):
-        if probe.due(1.5):
+        if probe.due():
             probes += 1
-            probe.learn(gain=0.25)
+            probe.learn(extra=1.5, gain=0.25, drafted=True)
     assert 50 <= probes <= 67  # one in 150
 
 
 def test_a_probe_that_pays_is_repeated() -> None:
     """A drafter that became good must not wait for the next probe."""
     probe = Probe(share=0.01, least=4)
-    assert [probe.due(0.01) for _ in range(4)] == [False, False, False, True]
-    probe.learn(gain=1.0)
-    assert probe.due(0.01)
-    probe.learn(gain=0.0)
-    assert not probe.due(0.01)
+    assert [probe.due() for _ in range(5)] == [False, False, False, False, True]
+    probe.learn(extra=0.01, gain=1.0, drafted=True)
+    assert probe.due()
+    probe.learn(extra=0.01, gain=0.0, drafted=True)
+    assert not probe.due()
+
+
+def test_a_probe_in_which_nothing_was_drafted_is_soon_repeated() -> None:
+    """A drafter that has something to say now and then must not be asked only when it has nothing."""
+    probe = Probe(share=0.01, least=4)
+    assert [probe.due() for _ in range(5)][-1]
+    probe.learn(extra=0.0, gain=0.0, drafted=False)
+    assert probe.due()
+    probe.learn(extra=0.03, gain=0.0, drafted=False)  # looking took time
+    assert [probe.due() for _ in range(4)] == [False, False, False, True]
 
 
 def test_a_profile_is_read(tmp_path: Path) -> None:

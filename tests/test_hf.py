@@ -480,6 +480,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, r"num_beams=2 .* several texts"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens=3 .* `ngram`"),
     "no cache": ({"use_cache": False}, r"use_cache=False .* always keeps"),
+    "B10, a quantised KV cache": (
+        {"cache_implementation": "quantized"},
+        r"cache_implementation='quantized' changes the target's law",
+    ),
     "hidden states": (
         {"output_hidden_states": True, "return_dict_in_generate": True},
         r"no attentions or hidden states",

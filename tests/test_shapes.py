@@ -95,7 +95,7 @@ def test_widths_that_never_come_are_not_planned() -> None:
     acceptance, flat = Acceptance(prior=0.3), DraftLimits(4, 1, 4)
     assert acceptance.shapes(flat)[-1].width == 4  # not known yet
     acceptance.add(2, 2, [0, 0], [1, 1])
-    assert [shape.tokens for shape in acceptance.shapes(flat)][1:] == [1 + 1.3 / 2] * 4
+    assert [shape.tokens for shape in acceptance.shapes(flat)] == [1, 1 + 1.3 / 2]
     assert acceptance.shares(4, 3) == [[rate, 0, 0] for rate in islice(acceptance.rates(), 4)]
 
 
@@ -119,5 +119,33 @@ def test_what_is_known_of_all_is_passed_on() -> None:
         known.observe(told)
         assert next(known.of(requests[0]).rates()) == pytest.approx(0.4)
         assert next(known.of(requests[1]).rates()) == pytest.approx(like)
-    table = np.array(known.of(requests[1]).shares(2, 2))
+
+
+def test_drafts_after_one_that_was_kept_whole_are_told_apart() -> None:
+    """Copies come in bursts: what fails between them says nothing of what comes within one."""
+    request, known = SimulatedRequest(), AcceptanceByRequest(32.0, False)
+
+    def tell(kept: int) -> None:
+        ranks, siblings = [[0] * kept], [[1]]
+        known.observe(
+            Feedback(
+                [request], [[0]], [[1] * kept], [1], tested=[1], ranks=ranks, siblings=siblings
+            )
+        )
+
+    for _ in range(20):
+        tell(0)
+    assert next(known.of(request).rates()) < 0.1
+    tell(1)
+    assert next(known.of(request).rates()) > 0.3  # one was refused after the hope of the beginning
+    tell(1)
+    assert next(known.of(request).rates()) > 0.5
+    assert known.steps == known.steps_of(request) == 22
+
+
+def test_shares_are_shares() -> None:
+    acceptance = Acceptance()
+    for rank in (0, 1, 1, 2):
+        acceptance.add(1, 1, [rank], [3])
+    table = np.array(acceptance.shares(2, 2))
     assert table.sum(1).max() <= 1

@@ -1,8 +1,9 @@
 """`specfw bench schedulers`: do schedulers find what is fastest, whatever the text, the drafter and the load?
 
-All arms decode the same prompts greedily on one loaded target, each in an engine of its own. They take
-turns step by step, so that whatever else the machine does hits all of them alike, and medians of the
-rounds' ratios count. Steps that read prompts are left out of the time.
+All arms decode the same prompts greedily on one loaded target, each in an engine of its own, and all
+are held to the texts that plain decoding wrote. They take turns step by step, so that whatever else the
+machine does hits all of them alike, and medians of the rounds' ratios count. Steps that read prompts are
+left out of the time.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from typing import Any
 import torch
 
 from specfw.bench.engines import engine_beside
+from specfw.bench.held_texts import HeldTexts, HeldVerifier
 from specfw.bench.plots import new_figure
 from specfw.bench.prompts import Prompt, load_prompts
 from specfw.contracts import Drafter, RequestView, TargetInfo, TargetLoader
 from specfw.decoding.builder import DraftBuilder
-from specfw.decoding.coupled import CoupledVerifier
 from specfw.engine.engine import Engine
 from specfw.errors import ConfigError
 from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
-from specfw.types import SamplingParams
 
 __all__ = ["CLASSES", "SchedulersBench", "bench_schedulers", "plot_schedulers"]
 
@@ -145,9 +145,9 @@ def bench_schedulers(
     drafter: str = "ngram(continuations=1, max_nodes=16)",
     depths: Sequence[int] = (0, 1, 2, 4, 8),
     loads: Sequence[int] = (1, 4, 16),
-    per_class: int = 1,
+    per_class: int = 2,
     tokens: int = 96,
-    rounds: int = 3,
+    rounds: int = 2,
     prompts_file: Path | None = None,
     dtype: str = "bfloat16",
     target: object = "demo",
@@ -184,6 +184,8 @@ def bench_schedulers(
     result = SchedulersBench(drafter, tokens, dtype, depths)
     with Pipeline.from_config({"target": target, **settings}) as pipeline, ExitStack() as stack:
         ids = {name: [_encode(pipeline, one) for one in some] for name, some in prompts.items()}
+        progress("writing the texts")
+        texts = HeldTexts(pipeline, list(chain.from_iterable(ids.values())), tokens)
 
         def arm(scheduler: str, requests: int, own: Drafter | None = None) -> Engine:
             built = own or manager.bind("drafter", drafter).build()
@@ -191,7 +193,7 @@ def bench_schedulers(
                 engine_beside(
                     pipeline,
                     built,
-                    CoupledVerifier(),
+                    HeldVerifier(texts),
                     manager.bind("scheduler", scheduler).build(),
                     requests,
                     _LONGEST_PROMPT + tokens,
@@ -215,11 +217,11 @@ def bench_schedulers(
             most = tokens if turn else min(tokens, 8)
             for name, some in ids.items():
                 progress(f"round {turn} of {rounds}: {name}")
-                speeds = _race(singles, [[one] for one in some[:per_class]], most, clock)
+                speeds = _race(singles, [[one] for one in some[:per_class]], texts, most, clock)
                 _note(result.classes.setdefault(name, {}), speeds, bool(turn))
             for requests, arms in batches.items():
                 progress(f"round {turn} of {rounds}: {requests} requests")
-                speeds = _race(arms, [_mixed(ids, requests)], most, clock)
+                speeds = _race(arms, [_mixed(ids, requests)], texts, most, clock)
                 _note(result.loads.setdefault(requests, {}), speeds, bool(turn))
     return result
 
@@ -238,17 +240,17 @@ class _AlwaysWrong(Drafter):
 def _race(
     arms: Mapping[str, Engine],
     batches: Sequence[Sequence[list[int]]],
+    texts: HeldTexts,
     tokens: int,
     clock: Callable[[], float],
 ) -> dict[str, float]:
     """Decode the batches one after the other, all arms in turn: tokens a second of each."""
     seconds, emitted = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
-    params = SamplingParams(max_new_tokens=tokens)
     order = list(arms)
     for prompts in batches:
         for name in order:
             for prompt in prompts:
-                arms[name].add(prompt, params)
+                arms[name].add(prompt, texts.params(prompt, tokens))
             arms[name].step()  # reads the prompts
         while running := [name for name in order if arms[name].has_work]:
             for name in running:

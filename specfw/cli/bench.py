@@ -107,9 +107,9 @@ def schedulers(
     ] = "ngram(continuations=1, max_nodes=16)",
     depths: Annotated[str, typer.Option(help="The fixed depths, by comma.")] = "0,1,2,4,8",
     requests: Annotated[str, typer.Option(help="Requests at once, by comma.")] = "1,4,16",
-    limit_per_class: Annotated[int, typer.Option(min=1, help="Prompts of each class.")] = 1,
+    limit_per_class: Annotated[int, typer.Option(min=1, help="Prompts of each class.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each prompt.")] = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 2,
     prompts: Annotated[
         Path | None, typer.Option(help="A JSONL file in Spec-Bench's format.")
     ] = None,

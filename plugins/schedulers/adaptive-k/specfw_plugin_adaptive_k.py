@@ -1,6 +1,7 @@
 """The scheduler `adaptive-k`: each request drafts the tree that brings most tokens a second.
 
-Acceptance is estimated by depth and sibling from tested tokens, and gives the best tree of each size by
+Acceptance is estimated by depth and sibling from tested tokens, apart for drafts after one that was
+kept whole, and gives the best tree of each size by
 dynamic programming; costs are measured while running. The best of all sizes is taken: for chains, the
 formula in Leviathan et al., arXiv 2211.17192, with both in place of constants. Where none pays, nothing
 is drafted but for a probe now and then.
@@ -49,8 +50,8 @@ class AdaptiveKOptions(Options):
     """The nodes of a request's first drafts."""
     warmup: Annotated[int, Field(ge=0)] = 2
     """Drafts of a request before their size changes."""
-    memory: Annotated[float, Field(gt=1.0)] = 32.0
-    """Drafts after which evidence counts 1/e."""
+    memory: Annotated[float, Field(gt=1.0)] = 8.0
+    """Drafts after which evidence counts 1/e, of those after a draft that was kept whole, and of all others."""
     margin: Annotated[float, Field(ge=0.0)] = 0.02
     """The share by which drafting must be faster than with `min_depth`."""
     probe_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
@@ -108,7 +109,7 @@ class AdaptiveKScheduler(Scheduler):
             if cap.max_nodes and cap.max_depth and not limits[i].max_nodes
         ]
         self._probed = []
-        if off and self._probe.due(seconds[1] / seconds[0] - 1):
+        if off and self._costs.knows(view.rows) and self._probe.due():
             self._probed = [view.requests[i] for i in off]
             for i in off:
                 limits[i] = DraftLimits(1, 1, 1)
@@ -118,20 +119,20 @@ class AdaptiveKScheduler(Scheduler):
         self._costs.observe(feedback)
         self._acceptance.observe(feedback)
         if self._probed and feedback.requests:
-            gained = sum(
-                len(kept)
-                for request, kept in zip(feedback.requests, feedback.kept, strict=True)
-                if request in self._probed
+            probed = [i for i, one in enumerate(feedback.requests) if one in self._probed]
+            self._probe.learn(
+                self._costs.extra(feedback),
+                sum(len(feedback.kept[i]) for i in probed) / len(feedback.requests),
+                any(feedback.drafted[i] for i in probed),
             )
-            self._probe.learn(gained / len(feedback.requests))
         self._probed = []
 
     def _limits(
         self, request: RequestView, most: DraftLimits, rows: int, seconds: Sequence[float]
     ) -> DraftLimits:
         """What one request should draft, of at most `most`; `seconds` by nodes."""
-        options, acceptance = self._options, self._acceptance.of(request)
-        if acceptance.steps < options.warmup:
+        options = self._options
+        if self._acceptance.steps_of(request) < options.warmup:
             depth = min(options.start, options.max_depth)
             return DraftLimits(options.start, depth, options.max_width)
         if not options.min_depth and not self._costs.knows(rows):
@@ -140,7 +141,7 @@ class AdaptiveKScheduler(Scheduler):
         def rate(shape: Shape) -> float:
             return shape.tokens / seconds[shape.nodes]
 
-        shapes = acceptance.shapes(most)
+        shapes = self._acceptance.of(request).shapes(most)
         least, *deeper = [s for s in shapes if s.depth >= options.min_depth] or shapes[-1:]
         best = max((least, *deeper), key=rate)  # the smallest of equals
         pays = rate(best) > (1 + options.margin) * rate(least)

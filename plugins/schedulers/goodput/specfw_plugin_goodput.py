@@ -85,8 +85,7 @@ class GoodputScheduler(Scheduler):
         can_draft = [len(several) > 1 for several in shapes]
         self._probing = False
         if any(can_draft) and not any(chosen):
-            extra = self._costs(view.rows + sum(can_draft), 1) / self._costs(view.rows, 0) - 1
-            self._probing = self._probe.due(extra)
+            self._probing = self._probe.due()
             chosen = [int(self._probing and can) for can in can_draft]
         return [
             several[nodes].limits & cap
@@ -97,13 +96,14 @@ class GoodputScheduler(Scheduler):
         self._costs.observe(feedback)
         self._acceptance.observe(feedback)
         if self._probing and feedback.requests:
-            self._probe.learn(sum(map(len, feedback.kept)) / len(feedback.requests))
+            gained = sum(map(len, feedback.kept)) / len(feedback.requests)
+            self._probe.learn(self._costs.extra(feedback), gained, any(feedback.drafted))
         self._probing = False
 
     def _divide(self, view: SchedulerView, shapes: Sequence[Sequence[Shape]]) -> list[int]:
         """The nodes of each request's draft."""
         none = [0] * len(shapes)
-        settled = self._acceptance.all.steps >= self._options.warmup
+        settled = self._acceptance.steps >= self._options.warmup
         if settled and not self._costs.knows(view.rows):
             return none
         most = None if settled else self._options.start

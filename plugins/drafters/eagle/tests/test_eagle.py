@@ -397,7 +397,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_row_is_the_heads(layout: str, tmp_path: Path) -> None:
+def test_B10_every_row_is_the_heads(layout: str, tmp_path: Path) -> None:
     """Fault: features and tokens are off by one, draft rows outlive a rollback, or a batch's padding
     is looked at (a wrong position, mask, norm or residual costs acceptance only, so no text shows it)."""
     checkpoint = read_checkpoint(

@@ -22,6 +22,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
 )
@@ -45,7 +46,7 @@ from specfw.decoding.random import KeyedSource
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.engine import Engine
 from specfw.engine.fixed import FixedScheduler
-from specfw.errors import ConfigError
+from specfw.errors import ConfigError, UnsupportedModelError
 from specfw.hookspecs import hookimpl
 from specfw.plugins import PluginManager
 from specfw.runner import KVMemory, ModelRunner, Rows
@@ -218,7 +219,7 @@ class _CheckingBuilder:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_is_that_of_plain_decoding(family: str, temperature: float) -> None:
+def test_B10_the_text_is_that_of_plain_decoding(family: str, temperature: float) -> None:
     """Fault: a chain or a tree changes the text; or the draft model's KV is wrong after a rejection,
     a compaction, a preemption, or where requests join and leave."""
     runner = ModelRunner(tiny(family))
@@ -362,6 +363,14 @@ def test_B24_another_end_of_text_is_warned_of_and_never_stops(
 def test_without_tokenizers_the_sizes_must_agree() -> None:
     with pytest.raises(ConfigError, match=r"must have the 64 token ids .* but it has 72"):
         engine_of(ModelRunner(tiny("llama")), small(tiny("llama", vocab=72)))
+
+
+def test_B08_a_recurrent_draft_model_is_refused() -> None:
+    """Its state would hold the rejected tokens, and acceptance decay without a word."""
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="cannot be rolled back"):
+        small(model).attach(info_of(ModelRunner(tiny("llama"))))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
