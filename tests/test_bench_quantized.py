@@ -39,12 +39,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> QuantizedBench:
     prompts.write_text("\n".join(map(json.dumps, lines)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "demo_folder", lambda: model)
-        return bench_quantized([ROUNDED, MISSING], tokens=8, prompts_file=prompts)
+        return bench_quantized([ROUNDED, MISSING], max_new_tokens=8, prompts_file=prompts)
 
 
 def test_rows_compare_with_the_dense_target(result: QuantizedBench) -> None:
     """The base is compared with itself without drafts, and is the first row."""
     base, rounded = result.rows()
+    assert result.mapping()["max_new_tokens"] == 8
     assert (base["loader"], base["setting"]) == (BASE, "bfloat16")
     assert base["ratio_vs_bf16_plain"]["plain"] == 1.0
     assert base["perplexity_ratio"] == 1.0

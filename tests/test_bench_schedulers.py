@@ -84,7 +84,7 @@ def test_arms_take_turns_on_the_same_texts(tmp_path: Path, monkeypatch: pytest.M
     result = bench_schedulers(
         depths=[2],
         loads=[1, 3],
-        tokens=12,
+        max_new_tokens=12,
         rounds=2,
         prompts_file=prompts_file(tmp_path, [*CLASSES.values()]),
         dtype="float32",
@@ -106,6 +106,7 @@ def test_arms_take_turns_on_the_same_texts(tmp_path: Path, monkeypatch: pytest.M
     arms = [engine for engine, _ in steps if engine is not steps[0][0]]
     assert len(set(arms[4:8])) == 4  # after each arm's prompt was read
     assert result.mapping()["ratio"]["goodput_min"] > 0
+    assert result.mapping()["max_new_tokens"] == 12
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ PHASES = ("plan", "draft", "forward", "verify", "commit", "observe")
 class EngineBench:
     """Tokens a second by contender and batch, and what follows from them."""
 
-    tokens: int
+    max_new_tokens: int
     speed: dict[str, list[float]] = field(default_factory=dict)
     """Tokens a second of every round: batch1_specfw, batch1_generate, batch16_specfw, batch16_generate_batch."""
     overhead: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class EngineBench:
     def mapping(self) -> dict[str, Any]:
         """The stable keys of `specfw bench engine --json`."""
         return {
-            "tokens": self.tokens,
+            "max_new_tokens": self.max_new_tokens,
             "threads": torch.get_num_threads(),
             "tokens_per_second": {
                 name: statistics.median(rounds) for name, rounds in self.speed.items()
@@ -57,7 +57,7 @@ class EngineBench:
 
 
 def bench_engine(
-    tokens: int = 64,
+    max_new_tokens: int = 64,
     rounds: int = 5,
     prompts_file: Path | None = None,
     dtype: str = "bfloat16",
@@ -66,7 +66,7 @@ def bench_engine(
     """Time plain greedy decoding at batch 1 and 16, this engine and transformers in turn."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    result = EngineBench(tokens)
+    result = EngineBench(max_new_tokens)
     with Pipeline.from_config(
         {"target": "demo", "dtype": dtype, "engine": {"prefix_cache": False}}
     ) as pipeline:
@@ -78,16 +78,16 @@ def bench_engine(
         prompts = (prompts * 16)[:: max(1, len(prompts) // 16)][:16]
         pad = pipeline.engine.info.eos_token_ids[0]
         settings = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=tokens,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             eos_token_id=model.config.vocab_size,
             pad_token_id=pad,
         )
-        pages = ContinuousBatchingConfig(page_size=64, num_blocks=16 * (200 + tokens) // 64 + 16)
+        pages = ContinuousBatchingConfig(page_size=64, num_blocks=16 * (200 + max_new_tokens) // 64 + 16)
 
         def ours(batch: Sequence[list[int]]) -> int:
             outputs = pipeline.generate(
-                list(batch), max_new_tokens=tokens, ignore_eos=True, progress=False
+                list(batch), max_new_tokens=max_new_tokens, ignore_eos=True, progress=False
             )
             return sum(len(output.token_ids) for output in outputs)
 
@@ -122,7 +122,7 @@ def bench_engine(
                 speed = emitted / (time.perf_counter() - began)
                 if turn:
                     result.speed.setdefault(name, []).append(speed)
-        result.overhead = _overhead(pipeline, prompts[0], tokens)
+        result.overhead = _overhead(pipeline, prompts[0], max_new_tokens)
     return result
 
 

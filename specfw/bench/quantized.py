@@ -74,7 +74,7 @@ class QuantizedBench:
     """What was measured of each target, the base first, and what could not be loaded."""
 
     drafter: str
-    tokens: int
+    max_new_tokens: int
     measured: dict[str, _Measured] = field(default_factory=dict)
     """By target, as it was written."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class QuantizedBench:
         return {
             "base": BASE,
             "drafter": self.drafter,
-            "tokens": self.tokens,
+            "max_new_tokens": self.max_new_tokens,
             "threads": torch.get_num_threads(),
             "rows": self.rows(),
             "refused": [{"target": name, "reason": why} for name, why in self.refused.items()],
@@ -168,7 +168,7 @@ def bench_quantized(
     targets: Sequence[str] = TARGETS,
     drafter: str = "ngram",
     per_category: int = 1,
-    tokens: int = 64,
+    max_new_tokens: int = 64,
     prompts_file: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> QuantizedBench:
@@ -178,14 +178,14 @@ def bench_quantized(
         targets: names or expressions, as in a config; a target that is refused is listed with its reason.
         drafter: for the speculative runs.
         per_category: how many prompts of each category, from the first on; their first turns count.
-        tokens: how many for each prompt; the end of text does not stop it.
+        max_new_tokens: how many for each prompt; the end of text does not stop it.
         prompts_file: prompts in Spec-Bench's format; the project's own if None.
         progress: told what runs now.
 
     Raises:
         ConfigError: the drafter, the file or a name is wrong.
     """
-    result = QuantizedBench(drafter, tokens)
+    result = QuantizedBench(drafter, max_new_tokens)
     chosen = first_of_each(load_prompts(prompts_file), per_category)
     with ExitStack() as stack:
         pipelines: dict[str, Pipeline] = {}
@@ -205,7 +205,7 @@ def bench_quantized(
             for target in in_turn(list(pipelines), number):
                 for mode in _MODES:
                     progress(f"prompt {number} of {len(chosen)}: {target}, {mode}")
-                    output, seconds = _decode(pipelines[target], ids, tokens, mode)
+                    output, seconds = _decode(pipelines[target], ids, max_new_tokens, mode)
                     if number:
                         measured = result.measured[target]
                         measured.seconds[mode].append(seconds)

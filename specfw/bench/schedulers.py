@@ -59,7 +59,7 @@ class SchedulersBench:
     """Speeds of all arms, and the ratios that follow."""
 
     drafter: str
-    tokens: int
+    max_new_tokens: int
     """Most tokens for each prompt."""
     dtype: str
     depths: Sequence[int]
@@ -90,7 +90,7 @@ class SchedulersBench:
         """The stable keys of `specfw bench schedulers --json`."""
         return {
             "drafter": self.drafter,
-            "tokens": self.tokens,
+            "max_new_tokens": self.max_new_tokens,
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),
             "classes": [
@@ -146,7 +146,7 @@ def bench_schedulers(
     depths: Sequence[int] = (0, 1, 2, 4, 8),
     loads: Sequence[int] = (1, 4, 16),
     per_class: int = 2,
-    tokens: int = 96,
+    max_new_tokens: int = 96,
     rounds: int = 2,
     prompts_file: Path | None = None,
     dtype: str = "bfloat16",
@@ -161,7 +161,7 @@ def bench_schedulers(
         depths: the fixed depths; 0 is plain decoding and always there.
         loads: numbers of requests at once for `goodput`.
         per_class: prompts of each of `CLASSES`, from the first on.
-        tokens: most tokens for each prompt.
+        max_new_tokens: most tokens for each prompt.
         rounds: how often all is run; schedulers keep what they learned.
         prompts_file: prompts in Spec-Bench's format; the project's own if None.
         dtype: what the target's weights become; a ready loader keeps its own.
@@ -181,7 +181,7 @@ def bench_schedulers(
     manager.bind("drafter", drafter)
     prompts = _by_class(load_prompts(prompts_file), per_class, max(loads))
     settings = {} if isinstance(target, TargetLoader) else {"dtype": dtype}
-    result = SchedulersBench(drafter, tokens, dtype, depths)
+    result = SchedulersBench(drafter, max_new_tokens, dtype, depths)
     with Pipeline.from_config({"target": target, **settings}) as pipeline, ExitStack() as stack:
         ids = {name: [_encode(pipeline, one) for one in some] for name, some in prompts.items()}
         progress("writing the texts")
@@ -196,7 +196,7 @@ def bench_schedulers(
                     HeldVerifier(texts),
                     manager.bind("scheduler", scheduler).build(),
                     requests,
-                    _LONGEST_PROMPT + tokens,
+                    _LONGEST_PROMPT + max_new_tokens,
                     clock,
                 )
             )
@@ -214,7 +214,7 @@ def bench_schedulers(
             for requests in loads
         }
         for turn in range(rounds + 1):  # the first warms up
-            most = tokens if turn else min(tokens, 8)
+            most = max_new_tokens if turn else min(max_new_tokens, 8)
             for name, some in ids.items():
                 progress(f"round {turn} of {rounds}: {name}")
                 speeds = _race(singles, [[one] for one in some[:per_class]], texts, most, clock)
