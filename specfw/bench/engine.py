@@ -83,7 +83,9 @@ def bench_engine(
             eos_token_id=model.config.vocab_size,
             pad_token_id=pad,
         )
-        pages = ContinuousBatchingConfig(page_size=64, num_blocks=16 * (200 + max_new_tokens) // 64 + 16)
+        pages = ContinuousBatchingConfig(
+            page_size=64, num_blocks=16 * (200 + max_new_tokens) // 64 + 16
+        )
 
         def ours(batch: Sequence[list[int]]) -> int:
             outputs = pipeline.generate(

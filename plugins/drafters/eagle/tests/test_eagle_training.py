@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,90 +17,62 @@ from specfw_plugin_eagle.options import EagleTrainerOptions
 from specfw_plugin_eagle.training import EagleTrainer, rollout_loss
 from specfw_plugin_eagle.writing import write_checkpoint
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specfw.contracts import TargetInfo, Trained
 from specfw.errors import ConfigError
-from specfw.training import Batch, Shard, Texts, TrainingRun, target_logits
+from specfw.testing.training import (
+    VOCAB,
+    batch_of,
+    clock_of_minutes,
+    kill_at,
+    texts_of,
+    tiny_target,
+)
+from specfw.training import Batch, Texts, TrainingRun, target_logits
+from specfw.training.run import Tell, quiet
 
-VOCAB, LAYERS, LAST = 40, (1, 2, 3), 4
-CPU = torch.device("cpu")
-
-
-@cache
-def model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=LAST,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+LAYERS, LAST = (1, 2, 3), 4
 
 
 def target(**changes: Any) -> TargetInfo:
-    fields = {"name": "x", "vocab_size": VOCAB, "max_length": 64, "eos_token_ids": (2,), "tokenizer": None,
-              "model": model(), "device": CPU, "dtype": torch.float32, **changes}  # fmt: skip
-    return TargetInfo(**fields)
+    return tiny_target(LAST, **changes)
+
+
+def batch(ids: torch.Tensor) -> Batch:
+    return batch_of(target(), ids, (*LAYERS, LAST))
 
 
 def head_of(vocab: Sequence[int] = range(VOCAB), seed: int = 1) -> Checkpoint:
     return make_beginning(target(), LAYERS, torch.tensor(list(vocab)), None, seed)
 
 
-@torch.no_grad()
-def greedy_texts(folder: Path, count: int = 24, length: int = 14) -> Texts:
-    """Texts that the model says after two random tokens."""
-    ids = torch.randint(3, VOCAB, (count, 2), generator=torch.Generator().manual_seed(3))
-    while ids.shape[1] < length:
-        ids = torch.cat([ids, model()(ids).logits[:, -1:].argmax(-1)], 1)
-    top = model()(ids).logits.argmax(-1)
-    top[:, -1] = top[:, 0] = -1
-    shard = Shard(
-        ids.flatten().numpy().astype(np.int32),
-        np.arange(1, count + 1) * length,
-        top.flatten()[:, None].numpy().astype(np.int32),
-        np.zeros(count, np.float32),
-    )
-    texts = Texts(folder)
-    texts.save(0, shard, {})
-    return texts
-
-
-@torch.no_grad()
-def batch_of(ids: torch.Tensor) -> Batch:
-    output = model()(ids, output_hidden_states=True)
-    best = output.logits.argmax(-1)
-    best[:, -1] = -1
-    return Batch(ids, best, {layer: output.hidden_states[layer] for layer in (*LAYERS, LAST)})
-
-
 def test_a_rollout_is_what_drafting_does() -> None:
     """Fault: training sees other rows, positions or pasts than drafting, and learns another task."""
     ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(5))
-    batch, steps = batch_of(ids), 3
+    given, steps = batch(ids), 3
     vocab = torch.tensor([2, 5, 6, 7, 8, 9, 20, 30])
     head = Head(head_of(vocab.tolist()), target())
     size = ids.shape[1] - steps
-    features = head.fuse([batch.states[layer][0] for layer in LAYERS])
+    features = head.fuse([given.states[layer][0] for layer in LAYERS])
     expected, hits = torch.zeros(()), []
     for step in range(steps):
         losses, right = [], []
         for place in range(size):
-            if batch.best[0, place + 1 + step] < 0:
+            if given.best[0, place + 1 + step] < 0:
                 continue
             logits = _draft(head, ids[0], features, place, step)
-            law = target_logits(target(), batch.states[LAST][0, place + 1 + step], vocab)
+            law = target_logits(target(), given.states[LAST][0, place + 1 + step], vocab)
             losses.append(F.kl_div(logits.log_softmax(-1), law.softmax(-1), reduction="sum"))
-            right.append(bool(vocab[logits.argmax()] == batch.best[0, place + 1 + step]))
+            right.append(bool(vocab[logits.argmax()] == given.best[0, place + 1 + step]))
         expected = expected + 0.8**step * torch.stack(losses).mean()
         hits.append(sum(right) / len(right))
     options = EagleTrainerOptions(rollout=steps)
-    loss, found = rollout_loss(head, target(), batch, LAST, options)
+    loss, found = rollout_loss(head, target(), given, LAST, options)
     assert torch.allclose(loss, expected / sum(0.8**step for step in range(steps)), atol=1e-5)
     assert [found[f"hit{step + 1}"] for step in range(steps)] == pytest.approx(hits)
     for kind in ("tv", "both"):
         other, _ = rollout_loss(
-            head, target(), batch, LAST, options.model_copy(update={"loss": kind})
+            head, target(), given, LAST, options.model_copy(update={"loss": kind})
         )
         assert not torch.allclose(other, loss)
 
@@ -123,16 +94,9 @@ def _draft(
     return head.logits(last)[0, 0]
 
 
-def train(folder: Path, texts: Texts, die_at: int = -1, **options: Any) -> Trained:
+def train(folder: Path, texts: Texts, tell: Tell = quiet, **options: Any) -> Trained:
     trainer = EagleTrainer(EagleTrainerOptions(vocab=20, texts=4, rate=3e-3, **options))
     trainer.attach(target())
-    said: list[str] = []
-
-    def tell(line: str, share: float | None = None) -> None:
-        said.append(line)
-        if f" step {die_at}:" in line:
-            raise KeyboardInterrupt
-
     return trainer.train(TrainingRun(target(), texts, folder, tell=tell))
 
 
@@ -144,14 +108,14 @@ def test_training_beats_its_start_and_goes_on_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault: nothing is learned; or a run that was killed ends elsewhere than one that was not."""
-    texts = greedy_texts(tmp_path / "texts")
+    texts = texts_of(target(), tmp_path / "texts")
     facts = train(tmp_path / "through", texts, steps=200).facts
     first = EagleTrainer(EagleTrainerOptions(vocab=20))
     first.attach(target())
     assert "200 steps" in facts["training"]
-    monkeypatch.setattr("specfw.training.loop.time.perf_counter", _clock())
+    monkeypatch.setattr("specfw.training.loop.time.perf_counter", clock_of_minutes())
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", texts, steps=200, die_at=100)
+        train(tmp_path / "killed", texts, kill_at(100), steps=200)
     train(tmp_path / "killed", texts, steps=200)
     through, resumed = weights(tmp_path / "through"), weights(tmp_path / "killed")
     for name, value in through.items():
@@ -162,21 +126,9 @@ def test_training_beats_its_start_and_goes_on_after_a_kill(
     vocab = Head(made, target()).vocab
     assert vocab is not None
     before = Head(head_of(vocab.tolist(), seed=0), target())
-    trained, _ = rollout_loss(Head(made, target()), target(), batch_of(ids), LAST, options)
-    untrained, _ = rollout_loss(before, target(), batch_of(ids), LAST, options)
+    trained, _ = rollout_loss(Head(made, target()), target(), batch(ids), LAST, options)
+    untrained, _ = rollout_loss(before, target(), batch(ids), LAST, options)
     assert trained < 0.6 * untrained
-
-
-def _clock() -> Any:
-    """A clock on which every look is a minute later, so that each step saves a checkpoint."""
-    now = 0.0
-
-    def look() -> float:
-        nonlocal now
-        now += 61.0
-        return now
-
-    return look
 
 
 def test_files_load_bit_for_bit_and_are_bound_to_their_target(tmp_path: Path) -> None:
@@ -199,7 +151,7 @@ def test_files_load_bit_for_bit_and_are_bound_to_their_target(tmp_path: Path) ->
 
 def test_a_published_head_is_trained_on(tmp_path: Path) -> None:
     """Fault: fine-tuning begins anew, or changes the vocabulary or the layers of the head."""
-    texts = greedy_texts(tmp_path / "texts")
+    texts = texts_of(target(), tmp_path / "texts")
     vocab = [2, *range(10, 30)]
     write_checkpoint(head_of(vocab, seed=9), target(), tmp_path / "published", torch.float32)
     train(tmp_path / "made", texts, steps=2, start=tmp_path / "published")

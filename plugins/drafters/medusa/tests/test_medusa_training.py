@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,17 @@ from specfw_plugin_medusa.drafter import Heads
 from specfw_plugin_medusa.options import MedusaTrainerOptions
 from specfw_plugin_medusa.training import MedusaTrainer, heads_loss
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specfw.contracts import TargetInfo
 from specfw.errors import ConfigError
-from specfw.training import Batch, Shard, Texts, TrainingRun
+from specfw.testing.training import HIDDEN, VOCAB, batch_of, texts_of, tiny_target
+from specfw.training import Texts, TrainingRun
 
-VOCAB, LAST = 40, 2
-CPU = torch.device("cpu")
-
-
-@cache
-def model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=LAST,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+LAST = 2
 
 
-def target(size: int = VOCAB) -> TargetInfo:
-    return TargetInfo("x", size, 64, (2,), None, model(), CPU, torch.float32)
-
-
-@torch.no_grad()
-def texts(folder: Path) -> Texts:
-    ids = torch.randint(3, VOCAB, (20, 2), generator=torch.Generator().manual_seed(3))
-    while ids.shape[1] < 12:
-        ids = torch.cat([ids, model()(ids).logits[:, -1:].argmax(-1)], 1)
-    top = model()(ids).logits.argmax(-1)
-    top[:, -1] = -1
-    shard = Shard(
-        ids.flatten().numpy().astype(np.int32),
-        np.arange(1, 21) * 12,
-        top.flatten()[:, None].numpy().astype(np.int32),
-        np.zeros(20, np.float32),
-    )
-    made = Texts(folder)
-    made.save(0, shard, {})
-    return made
+def target(**changes: Any) -> TargetInfo:
+    return tiny_target(LAST, **changes)
 
 
 def train(folder: Path, **options: Any) -> MedusaTrainer:
@@ -63,26 +33,23 @@ def train(folder: Path, **options: Any) -> MedusaTrainer:
         MedusaTrainerOptions(**{"heads": 2, "rate": 0.01, "texts": 8, **options})
     )
     trainer.attach(target())
-    trainer.train(TrainingRun(target(), texts(folder / "texts"), folder))
+    trainer.train(TrainingRun(target(), texts_of(target(), folder / "texts"), folder))
     return trainer
 
 
 def test_each_head_is_compared_with_its_own_token() -> None:
     """Fault: heads are off by one, so that all that they draft is refused."""
     ids = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        output = model()(ids, output_hidden_states=True)
-    best = output.logits.argmax(-1)
-    best[:, -1] = -1
-    states = output.hidden_states[LAST]
-    weight = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
+    batch = batch_of(target(), ids, [LAST])
+    states = batch.states[LAST]
+    weight = torch.randn(2, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1))
     heads = Heads(Checkpoint([Head([(w, None)], None) for w in weight]), target())
-    loss, hits = heads_loss(heads, target(), Batch(ids, best, {LAST: states}), LAST)
-    law = output.logits.log_softmax(-1)[0]
+    loss, hits = heads_loss(heads, target(), batch, LAST)
+    law = target().model(ids).logits.log_softmax(-1)[0]
     expected = torch.zeros(())
     for head in range(2):
         hidden = states[0] + F.silu(states[0] @ weight[head].T)
-        guesses = model().lm_head(hidden).log_softmax(-1)
+        guesses = target().model.lm_head(hidden).log_softmax(-1)
         pairs = [(guesses[t], law[t + 1 + head]) for t in range(7) if t + 1 + head < 7]
         kl = torch.stack([(p.exp() * (p - q)).sum() for q, p in pairs]).mean()
         expected = expected + 0.8**head * kl
@@ -104,13 +71,9 @@ def test_training_helps_and_its_files_load_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(weight, stored[f"{head}.0.linear.weight"])
         assert bias is not None
         assert torch.equal(bias, stored[f"{head}.0.linear.bias"])
-    ids = torch.from_numpy(texts(tmp_path / "texts").load(0).tokens.astype(np.int64)).view(20, -1)
-    with torch.no_grad():
-        output = model()(ids, output_hidden_states=True)
-    best = output.logits.argmax(-1)
-    best[:, -1] = -1
-    batch = Batch(ids, best, {LAST: output.hidden_states[LAST]})
-    zeros = [(torch.zeros(16, 16), torch.zeros(16))]
+    ids = torch.from_numpy(Texts(tmp_path / "texts").load(0).tokens.astype(np.int64)).view(24, -1)
+    batch = batch_of(target(), ids, [LAST])
+    zeros = [(torch.zeros(HIDDEN, HIDDEN), torch.zeros(HIDDEN))]
     untrained = Heads(Checkpoint([Head(zeros, None)] * 2, loaded.vocab), target())
     before, _ = heads_loss(untrained, target(), batch, LAST)
     after, _ = heads_loss(Heads(loaded, target()), target(), batch, LAST)
@@ -122,13 +85,15 @@ def test_heads_are_bound_to_their_target(tmp_path: Path) -> None:
     options = MedusaOptions(path=tmp_path)
     MedusaDrafter(options).attach(target())
     with pytest.raises(ConfigError, match=r"belong to another target.*other_target=true"):
-        MedusaDrafter(options).attach(target(VOCAB + 1))
-    MedusaDrafter(MedusaOptions(path=tmp_path, other_target=True)).attach(target(VOCAB + 1))
+        MedusaDrafter(options).attach(target(vocab_size=VOCAB + 1))
+    MedusaDrafter(MedusaOptions(path=tmp_path, other_target=True)).attach(
+        target(vocab_size=VOCAB + 1)
+    )
 
 
 def test_published_heads_are_trained_on(tmp_path: Path) -> None:
     """Fault: fine-tuning begins anew, or takes heads that it cannot keep whole."""
-    published = {f"medusa_head.{i}.0.linear.weight": torch.randn(16, 16) for i in range(3)}
+    published = {f"medusa_head.{i}.0.linear.weight": torch.randn(HIDDEN, HIDDEN) for i in range(3)}
     (tmp_path / "published").mkdir()
     save_file(published, tmp_path / "published" / "model.safetensors")
     train(tmp_path, steps=1, start=tmp_path / "published")
@@ -136,7 +101,10 @@ def test_published_heads_are_trained_on(tmp_path: Path) -> None:
     assert stored.keys() == {f"{i}.0.linear.weight" for i in range(3)}
     apart = (stored["1.0.linear.weight"] - published["medusa_head.1.0.linear.weight"]).abs().max()
     assert 0 < apart < 0.1
-    own = {"0.0.linear.weight": torch.randn(16, 16), "0.1.weight": torch.randn(VOCAB, 16)}
+    own = {
+        "0.0.linear.weight": torch.randn(HIDDEN, HIDDEN),
+        "0.1.weight": torch.randn(VOCAB, HIDDEN),
+    }
     save_file(own, tmp_path / "published" / "model.safetensors")
     trainer = MedusaTrainer(MedusaTrainerOptions(start=tmp_path / "published"))
     with pytest.raises(ConfigError, match="without a vocabulary projection"):
