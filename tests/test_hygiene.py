@@ -29,6 +29,7 @@ PUBLIC_FACE = (
     "specfw.quantizing",
     "specfw.runner",
     "specfw.shapes",
+    "specfw.shipped",
     "specfw.training",
     "specfw.types",
 )

@@ -47,7 +47,8 @@ def _model(layers: int) -> Any:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval().requires_grad_(False)
+        model: Any = LlamaForCausalLM(config)
+        return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from specfw.components import Component
 from specfw.contracts import API_VERSION, Drafter, Trainer
 from specfw.hookspecs import hookimpl
-from specfw_plugin_eagle.options import EagleOptions, EagleTrainerOptions
+from specfw_plugin_eagle.options import SHIPPED, EagleOptions, EagleTrainerOptions
 
 # torch is imported where a drafter is built, so that finding the plugin stays quick.
 
@@ -26,7 +26,8 @@ def _build(options: EagleOptions) -> Drafter:
         norm_before_residual=options.norm_before_residual,
         rope_theta=options.rope_theta,
     )
-    checkpoint = None if options.path == "untrained" else read_checkpoint(options.path, choices)
+    untrained = options.path == "untrained"
+    checkpoint = None if untrained else read_checkpoint(SHIPPED.path(options.path), choices)
     return EagleDrafter(
         checkpoint,
         max_nodes=options.max_nodes,

@@ -8,9 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from specfw.components import Options
+from specfw.shipped import Shipped
 from specfw.training import WeightsOptions
 
-__all__ = ["EagleOptions", "EagleTrainerOptions"]
+__all__ = ["SHIPPED", "EagleOptions", "EagleTrainerOptions"]
+
+SHIPPED = Shipped("specfw_plugin_eagle", "eagle")
 
 _ABOUT_CHECKPOINTS = {"layers", "layer_ids", "norm_before_residual", "rope_theta"}
 
@@ -19,7 +22,8 @@ class EagleOptions(Options):
     """Which head drafts, how much, and what its checkpoint leaves open."""
 
     path: str
-    """The folder of a published head, or `untrained`: a random one, for tests and for measuring its cost."""
+    """The folder of a published head; `demo`, the one that comes with this plugin for the target `demo`; or
+    `untrained`, a random one, for tests and for measuring its cost."""
     max_nodes: Annotated[int, Field(ge=1)] = 4
     """Draft nodes for each request and step."""
     max_depth: Annotated[int, Field(ge=1)] | None = None

@@ -32,7 +32,7 @@ from specfw.training import (
 from specfw_plugin_eagle.beginning import make_beginning
 from specfw_plugin_eagle.checkpoints import Checkpoint, read_checkpoint
 from specfw_plugin_eagle.head import Head
-from specfw_plugin_eagle.options import EagleTrainerOptions
+from specfw_plugin_eagle.options import SHIPPED, EagleTrainerOptions
 from specfw_plugin_eagle.writing import write_checkpoint
 
 __all__ = ["EagleTrainer", "rollout_loss"]
@@ -61,7 +61,7 @@ class EagleTrainer(Trainer):
         self._start: Checkpoint | None = None
         self._layers: tuple[int, ...] = (min(2, count), count // 2, max(0, count - 3))
         if self._options.start is not None:
-            self._start = read_checkpoint(self._options.start)
+            self._start = read_checkpoint(SHIPPED.path(self._options.start))
             self._layers = Head(self._start, target).feature_layers
             if self._start.config.family != "eagle3":
                 raise ConfigError(

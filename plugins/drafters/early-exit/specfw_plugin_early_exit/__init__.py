@@ -11,13 +11,16 @@ from pydantic import Field, model_validator
 from specfw.components import Component, Options
 from specfw.contracts import API_VERSION, Drafter, Trainer
 from specfw.hookspecs import hookimpl
+from specfw.shipped import Shipped
 from specfw.training import WeightsOptions
 
 # torch is imported where a drafter is built, so that finding the plugin stays quick.
 
-__all__ = ["AdapterTrainerOptions", "EarlyExitOptions"]
+__all__ = ["SHIPPED", "AdapterTrainerOptions", "EarlyExitOptions"]
 
 specfw_api = API_VERSION
+
+SHIPPED = Shipped("specfw_plugin_early_exit", "early-exit", "adapter.safetensors")
 
 
 class EarlyExitOptions(Options):
@@ -28,8 +31,8 @@ class EarlyExitOptions(Options):
     skip: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Layers to leave out, counted from 0; the first one cannot be."""
     adapter: Path | None = None
-    """A trained exit adapter for `layer`, a `.safetensors` file; without, the target's head reads the
-    exit as it is."""
+    """A trained exit adapter for `layer`, a `.safetensors` file, or `demo`, the one that comes with this
+    plugin for the target `demo`; without, the target's head reads the exit as it is."""
     other_target: bool = False
     """Use an adapter that was trained for another target of the same width, too."""
     max_nodes: Annotated[int, Field(ge=1)] = 4
@@ -67,10 +70,11 @@ def _build(options: EarlyExitOptions) -> Drafter:
     from specfw_plugin_early_exit.adapter import ExitAdapter
     from specfw_plugin_early_exit.drafter import EarlyExitDrafter
 
+    adapter = None if options.adapter is None else ExitAdapter.load(SHIPPED.path(options.adapter))
     return EarlyExitDrafter(
         options.layer,
         skip=options.skip,
-        adapter=None if options.adapter is None else ExitAdapter.load(options.adapter),
+        adapter=adapter,
         other_target=options.other_target,
         max_nodes=options.max_nodes,
         max_depth=options.max_depth,

@@ -19,7 +19,7 @@ from specfw.contracts import (
 )
 from specfw.fingerprint import check_fingerprint
 from specfw_plugin_medusa.checkpoints import Checkpoint, Head, load_checkpoint, refuse
-from specfw_plugin_medusa.options import MedusaOptions
+from specfw_plugin_medusa.options import SHIPPED, MedusaOptions
 from specfw_plugin_medusa.trees import MedusaTree, NodePath
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class MedusaDrafter(Drafter):
         if options.path is None:
             self._checkpoint = Checkpoint([Head((), None)] * (options.untrained or 0))
         else:
-            self._checkpoint = load_checkpoint(options.path)
+            self._checkpoint = load_checkpoint(SHIPPED.path(options.path))
         self._features: dict[int, _Feature] = {}
         self._trees: dict[DraftLimits, MedusaTree] = {}
 

@@ -8,10 +8,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from specfw.components import Options
+from specfw.shipped import Shipped
 from specfw.training import WeightsOptions
 from specfw_plugin_medusa.trees import NodePath
 
-__all__ = ["MedusaOptions", "MedusaTrainerOptions"]
+__all__ = ["SHIPPED", "MedusaOptions", "MedusaTrainerOptions"]
+
+SHIPPED = Shipped("specfw_plugin_medusa", "medusa")
 
 _Weights = tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...]
 
@@ -34,7 +37,8 @@ class MedusaOptions(Options):
     """Which heads, and the shape of their tree: of `tree`, `accuracy` and `widths`, one at most."""
 
     path: Path | None = None
-    """The checkpoint's folder, or the heads' file (`.pt`, `.bin` or `.safetensors`)."""
+    """The checkpoint's folder, or the heads' file (`.pt`, `.bin` or `.safetensors`); `demo` means those
+    that come with this plugin for the target `demo`."""
     untrained: Annotated[int, Field(ge=1)] | None = None
     """In place of `path`: so many heads as they are before training, which repeat the target's own
     prediction; for trials only."""

@@ -30,7 +30,7 @@ from specfw.training import (
 )
 from specfw_plugin_medusa.checkpoints import Checkpoint, Head, load_checkpoint
 from specfw_plugin_medusa.drafter import Heads, check_fit
-from specfw_plugin_medusa.options import MedusaTrainerOptions
+from specfw_plugin_medusa.options import SHIPPED, MedusaTrainerOptions
 
 __all__ = ["MedusaTrainer", "heads_loss"]
 
@@ -55,7 +55,7 @@ class MedusaTrainer(Trainer):
         self._width = int(target.model.config.get_text_config(decoder=True).hidden_size)
         self._start: Checkpoint | None = None
         if self._options.start is not None:
-            self._start = load_checkpoint(self._options.start)
+            self._start = load_checkpoint(SHIPPED.path(self._options.start))
             check_fit(self._start, target)
             if self._start.heads[0].projection is not None:
                 raise ConfigError(

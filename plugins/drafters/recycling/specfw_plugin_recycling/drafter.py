@@ -22,7 +22,7 @@ from specfw.contracts import (
 )
 from specfw.errors import ConfigError
 from specfw.fingerprint import check_fingerprint
-from specfw_plugin_recycling.options import RecyclingOptions
+from specfw_plugin_recycling.options import SHIPPED, RecyclingOptions
 from specfw_plugin_recycling.table import Context, Successors, WarmTable
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class RecyclingDrafter(Drafter):
         """
         self._vocab_size = target.vocab_size
         if self._options.file is not None:
-            self._warm = WarmTable.load(self._options.file, target.vocab_size)
+            self._warm = WarmTable.load(SHIPPED.path(self._options.file), target.vocab_size)
             if not self._options.other_target:
                 check_fingerprint(
                     self._warm.fingerprint,

@@ -8,8 +8,11 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from specfw.components import Options
+from specfw.shipped import Shipped
 
-__all__ = ["RecyclingOptions"]
+__all__ = ["SHIPPED", "RecyclingOptions"]
+
+SHIPPED = Shipped("specfw_plugin_recycling", "recycling", "table.safetensors")
 
 
 def _best_first(weights: tuple[float, ...]) -> tuple[float, ...]:
@@ -48,6 +51,7 @@ class RecyclingOptions(Options):
     """Contexts that are remembered, by each request or, with `across_requests`, in all; of more, those
     used longest ago are forgotten."""
     file: Path | None = None
-    """A warm table (safetensors), as `specfw train recycling` or `WarmTable.save` writes it; read only."""
+    """A warm table (safetensors), as `specfw train recycling` or `WarmTable.save` writes it; read only.
+    `demo` is the one that comes with this plugin for the target `demo`."""
     other_target: bool = False
     """Whether a table may be used that was trained for another target."""
