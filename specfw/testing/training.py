@@ -20,7 +20,8 @@ from specfw.training.texts import Shard, Texts
 
 __all__ = ["HIDDEN", "VOCAB", "batch_of", "clock_of_minutes", "kill_at", "texts_of", "tiny_target"]
 
-VOCAB, HIDDEN = 40, 16
+VOCAB = 40
+HIDDEN = 16
 _POSITIONS = 64
 _EOS = 2
 
