@@ -13,7 +13,7 @@ from specfw.errors import ConfigError
 __all__ = ["KEY", "check_fingerprint", "fingerprint", "read_metadata"]
 
 KEY = "specfw_fingerprint"
-"""Its key in the metadata of safetensors files."""
+"""Its key in the metadata of safetensors files, and in the config of a draft model."""
 
 
 def fingerprint(target: TargetInfo) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         layer_number,
         target_logits,
     )
-    from specfw.training.files import whole_file
+    from specfw.training.files import whole_file, whole_folder
     from specfw.training.loop import LoopSettings, Problem, train_loop
     from specfw.training.options import WeightsOptions
     from specfw.training.run import TrainingRun
@@ -46,6 +46,7 @@ __all__ = [
     "train_loop",
     "trainable",
     "whole_file",
+    "whole_folder",
 ]
 
 __getattr__ = lazy_names(
@@ -71,5 +72,6 @@ __getattr__ = lazy_names(
         "target_logits": "specfw.training.features",
         "train_loop": "specfw.training.loop",
         "whole_file": "specfw.training.files",
+        "whole_folder": "specfw.training.files",
     },
 )

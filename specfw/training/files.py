@@ -10,7 +10,10 @@ from pathlib import Path
 
 from specfw.errors import CapacityError, ConfigError
 
-__all__ = ["check_room", "exclusive", "whole_file"]
+__all__ = ["check_room", "exclusive", "whole_file", "whole_folder"]
+
+_ASIDE = ".unfinished"
+_LAST = "config.json"
 
 
 @contextmanager
@@ -25,6 +28,28 @@ def whole_file(path: Path) -> Iterator[Path]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write files to, which go over to `folder` when the block ends, config.json at last.
+
+    So `folder` is no checkpoint before all of it is there. Only one may write to it; see `exclusive`.
+    """
+    aside = folder / _ASIDE
+    shutil.rmtree(aside, ignore_errors=True)  # what was killed left it
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        (folder / _LAST).unlink(missing_ok=True)
+        made = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+        for name in sorted(made, key=lambda name: name == Path(_LAST)):
+            with (aside / name).open("rb") as written:
+                os.fsync(written.fileno())
+            (folder / name).parent.mkdir(exist_ok=True)
+            (aside / name).replace(folder / name)
+    finally:
+        shutil.rmtree(aside)
 
 
 @contextmanager

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from specfw.components import Component, NestedTarget, Options
-from specfw.contracts import API_VERSION, Drafter
+from specfw.contracts import API_VERSION, Drafter, Trainer
 from specfw.hookspecs import hookimpl
+from specfw.training import WeightsOptions
 
 if TYPE_CHECKING:
     from specfw_plugin_small_model.drafter import SmallModelDrafter
 
 # torch is imported where a drafter is built, so that finding the plugin stays quick.
 
-__all__ = ["KV_TOKENS", "SmallModelDrafter", "SmallModelOptions"]
+__all__ = ["KV_TOKENS", "DraftModelTrainerOptions", "SmallModelDrafter", "SmallModelOptions"]
 
 specfw_api = API_VERSION
 
@@ -42,6 +43,23 @@ class SmallModelOptions(Options):
     """KV capacity of the draft model in tokens, over all requests."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """What the draft model's weights become once loaded; `auto` leaves them as they are."""
+    other_target: bool = False
+    """Whether a draft model may be used that `specfw train` made for another target."""
+
+
+class DraftModelTrainerOptions(WeightsOptions):
+    """How a draft model is trained."""
+
+    layers: Annotated[int, Field(ge=1)] | None = None
+    """First layers of the target that it begins as; None takes about a quarter of them."""
+    train_embeddings: bool = False
+    """Whether embeddings and vocabulary projection are trained too; otherwise they stay the target's."""
+    texts: Annotated[int, Field(ge=1)] = 4
+    """Texts in a batch."""
+    rate: Annotated[float, Field(gt=0.0)] = 5e-4
+    """The learning rate."""
+    places: Annotated[int, Field(ge=1)] = 512
+    """Places of a batch at which laws are compared, at most."""
 
 
 def _build(options: SmallModelOptions) -> Drafter:
@@ -59,6 +77,7 @@ def _build(options: SmallModelOptions) -> Drafter:
         width=options.width,
         tokenizer=options.tokenizer,
         kv_tokens=options.kv_tokens,
+        other_target=options.other_target,
     )
 
 
@@ -70,6 +89,23 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             SmallModelOptions,
             "A smaller causal language model, with the target's tokenizer or another one.",
             example={"model": "table", "width": 2},
+        )
+    }
+
+
+def _build_trainer(options: DraftModelTrainerOptions) -> Trainer:
+    from specfw_plugin_small_model.training import DraftModelTrainer
+
+    return DraftModelTrainer(options)
+
+
+@hookimpl
+def specfw_trainers() -> Mapping[str, Component[Trainer]]:
+    return {
+        "small-model": Component(
+            _build_trainer,
+            DraftModelTrainerOptions,
+            "A draft model, from the target's first layers.",
         )
     }
 

@@ -29,6 +29,7 @@ from specfw.contracts import (
     TargetInfo,
 )
 from specfw.errors import ContractError
+from specfw.fingerprint import KEY, check_fingerprint
 from specfw.runner import KVMemory, KVSequence, KVStore, ModelRunner, Segment, Transaction
 from specfw_plugin_small_model import KV_TOKENS
 from specfw_plugin_small_model.vocabularies import Retokenized, Same, Shared, Way, meet
@@ -109,12 +110,13 @@ class SmallModelDrafter(Scorer):
         width: int = 1,
         tokenizer: Way = "auto",
         kv_tokens: int = KV_TOKENS,
+        other_target: bool = False,
     ) -> None:
         """Set up; the arguments are the options of the same names, with the model already loaded."""
         self._loaded = model
         self._own = DraftLimits(max_nodes, max_nodes if max_depth is None else max_depth, width)
         self._way: Way = tokenizer
-        self._kv_tokens = kv_tokens
+        self._kv_tokens, self._other_target = kv_tokens, other_target
         self._trees: dict[int, _Tree] = {}
         self._sequences: dict[int, KVSequence] = {}  # by request, what to release first in front
         self._read: dict[int, Sequence[int]] = {}  # by request, the ids whose KV these hold
@@ -126,9 +128,17 @@ class SmallModelDrafter(Scorer):
         """Prepare for this target.
 
         Raises:
-            ConfigError: the draft model's vocabulary does not meet the target's in the way asked for.
+            ConfigError: the draft model's vocabulary does not meet the target's in the way asked for, or it
+                was trained for another target.
             UnsupportedModelError: the draft model cannot run on the packed forward.
         """
+        if not self._other_target:
+            check_fingerprint(
+                getattr(self._loaded.model.config, KEY, None),
+                target,
+                f"drafter small-model: the weights of {self._loaded.name}",
+                "train a draft model for this target, or set other_target=true to use this one all the same",
+            )
         self._vocabularies = meet(self._loaded, target, self._way, self._own.max_width)
         self._target_device = target.device
         self._runner: ModelRunner = ModelRunner(self._loaded.model)
