@@ -59,6 +59,7 @@ _CONTRACT_MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "How acceptance is estimated": ("specfw.acceptance", ("Acceptance", "AcceptanceByRequest")),
     "Which tree is best": ("specfw.shapes", ("Shape", "best_shapes")),
+    "What plugins ship": ("specfw.shipped", ()),
     "When to try again": ("specfw.probing", ("Probe",)),
     "Where chance comes from": ("specfw.decoding.random", ("RandomSource", "Site", "Purpose")),
 }

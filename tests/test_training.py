@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from specfw.components import Bound, Component
 from specfw.contracts import LoadedTarget, TargetInfo, TargetLoader, Trained, Trainer
 from specfw.errors import CapacityError, ConfigError
 from specfw.fingerprint import check_fingerprint, fingerprint
 from specfw.pipeline import Pipeline
+from specfw.plugins import PluginManager
+from specfw.testing.training import texts_of
 from specfw.training.batches import Batches, frequent_tokens
 from specfw.training.card import reference_of, write_card
 from specfw.training.features import Features, check_laws, target_logits
-from specfw.training.files import check_room, exclusive, whole_file
+from specfw.training.files import check_room, exclusive, whole_file, whole_folder
 from specfw.training.loop import LoopSettings, Problem, train_loop
 from specfw.training.openings import opening_of, read_prompts
 from specfw.training.recording import RowRecorder
@@ -378,6 +382,66 @@ def test_a_run_writes_what_is_missing_and_then_trains(tmp_path: Path) -> None:
         run_training(Chat(), bound, Plan(tmp_path))
     data = load_file(tmp_path / "texts" / "texts-000000.safetensors")
     assert data["tokens"].dtype == np.int32
+
+
+def test_a_draft_model_is_a_checkpoint_with_tokenizer_and_card(tmp_path: Path) -> None:
+    """Fault: a draft model that only a checkout can load, or a card that names a folder of its machine."""
+    bound = PluginManager().bind("trainer", "small-model(layers=1, steps=3)")
+    plan = Plan(tmp_path / "out", tmp_path / "texts", tokens=20, settings=SMALL)
+    trained = run_training(Chat(), bound, plan)
+    write_card(Chat(), bound, plan, trained, {})
+    files = {path.name for path in plan.out.iterdir()}
+    assert files >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert not [name for name in files if name.startswith(".unf")]
+    assert str(tmp_path) not in (plan.out / "config.json").read_text()
+    card = (plan.out / "README.md").read_text()
+    assert "drafter `name=small-model, model=...`" in card
+    assert "| layers | the first 1 of 2 |" in card
+    assert str(tmp_path) not in card
+    with Pipeline.from_config({"target": Chat(), "drafter": trained.drafter}) as pipeline:
+        assert pipeline.generate("hello", max_new_tokens=5)[0].speculation.drafted > 0
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2", "gpt_neox"])
+def test_draft_models_are_made_of_many_architectures(architecture: str, tmp_path: Path) -> None:
+    """Fault: layers of other kinds, weights that are tied in the target only, or places that the loader changes."""
+    info = info_of(build(architecture, num_hidden_layers=4).requires_grad_(False))
+    trainer = PluginManager().create("trainer", "small-model", {"layers": 2, "steps": 2})
+    trainer.attach(info)
+    trainer.train(TrainingRun(info, texts_of(info, tmp_path / "texts"), tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        made = trainer._student.model(ids).logits
+        assert torch.equal(loaded(ids).logits, made)
+        assert not torch.allclose(made, info.model(ids).logits)
+    (own, theirs) = (
+        model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        for model in (loaded, info.model)
+    )
+    assert own == theirs
+    ends = (loaded.get_output_embeddings().weight, info.model.get_output_embeddings().weight)
+    assert torch.equal(*ends)
+
+
+def test_a_folder_gets_all_files_or_is_no_checkpoint(tmp_path: Path) -> None:
+    """Fault: a killed run leaves old weights with a new config, or half of either."""
+    for text in ("old", "new"):
+        with whole_folder(tmp_path) as aside:
+            (aside / "templates").mkdir()
+            for name in ("config.json", "model.safetensors", "templates/a"):
+                (aside / name).write_text(text)
+        assert (tmp_path / "templates" / "a").read_text() == text
+        assert (tmp_path / "config.json").read_text() == text
+    with suppress(KeyboardInterrupt), whole_folder(tmp_path) as aside:
+        (aside / "model.safetensors").write_text("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "model.safetensors").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "templates",
+    ]
 
 
 def test_the_card_says_how_it_was_made_and_what_it_brings(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def _model(layers: int) -> Any:
 @torch.no_grad()
 def texts_of(target: TargetInfo, folder: Path, texts: int = 24, length: int = 14) -> Texts:
     """One shard of texts that the target says greedily, each after two random tokens; it is asked at all but the first."""
-    ids = torch.randint(3, VOCAB, (texts, 2), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(
+        3, target.vocab_size, (texts, 2), generator=torch.Generator().manual_seed(3)
+    )
     while ids.shape[1] < length:
         ids = torch.cat([ids, target.model(ids).logits[:, -1:].argmax(-1)], 1)
     top = target.model(ids).logits.argmax(-1)

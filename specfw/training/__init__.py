@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specfw.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from specfw.targets.transformers import quiet_transformers
     from specfw.training.batches import Batch, Batches, frequent_tokens
     from specfw.training.features import (
         Features,
@@ -40,6 +41,7 @@ __all__ = [
     "final_norm",
     "frequent_tokens",
     "layer_number",
+    "quiet_transformers",
     "read_batches",
     "room_for_weights",
     "target_logits",
@@ -69,6 +71,7 @@ __getattr__ = lazy_names(
         "check_laws": "specfw.training.features",
         "final_norm": "specfw.training.features",
         "layer_number": "specfw.training.features",
+        "quiet_transformers": "specfw.targets.transformers",
         "target_logits": "specfw.training.features",
         "train_loop": "specfw.training.loop",
         "whole_file": "specfw.training.files",

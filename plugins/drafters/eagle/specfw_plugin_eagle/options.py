@@ -68,4 +68,4 @@ class EagleTrainerOptions(WeightsOptions):
     inner: Annotated[int, Field(ge=1)] | None = None
     """Width of the MLP; None takes the target's."""
     start: Path | None = None
-    """A published EAGLE-3 head to go on from, in place of one made of the target's parts."""
+    """A published EAGLE-3 head to go on from, or `demo`, the shipped one, in place of one made of the target's parts."""

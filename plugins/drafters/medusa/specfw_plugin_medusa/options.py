@@ -85,4 +85,4 @@ class MedusaTrainerOptions(WeightsOptions):
     vocab: Annotated[int, Field(ge=1)] = 8192
     """Tokens that are drafted: those that are most frequent in the texts."""
     start: Path | None = None
-    """Published heads to go on from; they must have no vocabulary projection of their own."""
+    """Published heads to go on from, or `demo`, the shipped ones; they must have no vocabulary projection of their own."""

@@ -24,6 +24,7 @@ from specfw.training import (
     TrainingRun,
     check_laws,
     layer_number,
+    quiet_transformers,
     read_batches,
     room_for_weights,
     target_logits,
@@ -183,7 +184,7 @@ def _write(model: Any, run: TrainingRun) -> None:
     """Write the checkpoint, which says in its config what it was trained for."""
     setattr(model.config, KEY, fingerprint(run.target))
     model.config.name_or_path = run.target.name
-    with whole_folder(run.folder) as aside:
+    with quiet_transformers(), whole_folder(run.folder) as aside:
         model.save_pretrained(aside)
         if run.target.tokenizer is not None:
             run.target.tokenizer.save_pretrained(aside)
