@@ -162,7 +162,7 @@ def test_what_cannot_be_truncated_is_refused() -> None:
         ConfigError, match=r"'tiny' cannot be truncated \(its weights are quantised"
     ):
         DraftModelTrainer().attach(target(model=packed))
-    changed.model.layers[0].register_forward_hook(lambda module, args, output: output + 1.0)
+    changed.model.layers[0].mlp.act_fn = nn.Tanh()  # which no config says
     with pytest.raises(ConfigError, match="give something else without the others"):
         DraftModelTrainer().attach(target(model=changed))
 
