@@ -185,7 +185,7 @@ def bench_schedulers(
     with Pipeline.from_config({"target": target, **settings}) as pipeline, ExitStack() as stack:
         ids = {name: [_encode(pipeline, one) for one in some] for name, some in prompts.items()}
         progress("writing the texts")
-        texts = HeldTexts(pipeline, list(chain.from_iterable(ids.values())), tokens)
+        texts = HeldTexts(pipeline, list(chain.from_iterable(ids.values())), max_new_tokens)
 
         def arm(scheduler: str, requests: int, own: Drafter | None = None) -> Engine:
             built = own or manager.bind("drafter", drafter).build()
