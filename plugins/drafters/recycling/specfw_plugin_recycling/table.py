@@ -30,6 +30,8 @@ _ARRAYS = (
     "pair_levels",
     "pair_hits",
 )
+_TOKENS = "tokens"
+"""The key of the number of tokens among a file's metadata."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class WarmTable:
     """The same for pairs, [L, k]."""
     fingerprint: str | None = None
     """Of the target that it was made for; see `specfw.fingerprint`."""
+    tokens: int = 0
+    """That it was made from; 0 if that is not known."""
 
     def save(self, path: Path) -> None:
         """Write the table to a safetensors file, which is complete whenever it exists."""
@@ -63,7 +67,9 @@ class WarmTable:
             for name in _ARRAYS
             if (array := getattr(self, name)) is not None and (name == "singles" or array.size)
         }
-        metadata = None if self.fingerprint is None else {KEY: self.fingerprint}
+        metadata = {_TOKENS: str(self.tokens)}
+        if self.fingerprint is not None:
+            metadata[KEY] = self.fingerprint
         try:
             save_file(arrays, aside, metadata=metadata)
             aside.replace(path)
@@ -97,7 +103,8 @@ class WarmTable:
                 f"drafter recycling: expected singles, and pairs with pair_successors or neither, in "
                 f"{path}, got {', '.join(sorted(arrays)) or 'nothing'}; write it with WarmTable.save"
             )
-        table = cls(**arrays, fingerprint=read_metadata(path).get(KEY))
+        about = read_metadata(path)
+        table = cls(**arrays, fingerprint=about.get(KEY), tokens=int(about.get(_TOKENS, 0)))
         table.check(path, vocab_size)
         return table
 

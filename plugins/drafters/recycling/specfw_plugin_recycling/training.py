@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -18,7 +19,8 @@ from pydantic import Field
 from specfw.components import Options
 from specfw.contracts import TargetInfo, Trained, Trainer
 from specfw.errors import ConfigError
-from specfw.fingerprint import fingerprint
+from specfw.fingerprint import check_fingerprint, fingerprint
+from specfw_plugin_recycling.options import SHIPPED
 from specfw_plugin_recycling.table import WarmTable
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class TableTrainerOptions(Options):
     """Successors of each context, at most what the texts have."""
     max_bytes: Annotated[int, Field(ge=1)] = 20_000_000
     """Size of the file; of more pairs, those seen most often stay."""
+    start: Path | None = None
+    """A table to go on from, or `demo`: each of its contexts counts about as often as it was seen."""
 
 
 class TableTrainer(Trainer):
@@ -55,18 +59,28 @@ class TableTrainer(Trainer):
     def __init__(self, options: TableTrainerOptions | None = None) -> None:
         self._options = options or TableTrainerOptions()
         self._seen: dict[tuple[int, int], int] = {}
+        self._start: WarmTable | None = None
 
     def attach(self, target: TargetInfo) -> None:
         """Refuse a vocabulary whose table of single tokens alone would be too large.
 
         Raises:
-            ConfigError: it would.
+            ConfigError: it would, or the table to start from is another target's.
         """
         least = 4 * self._options.k * target.vocab_size
         if least > self._options.max_bytes:
             raise ConfigError(
                 f"trainer recycling: expected max_bytes of at least {least} for {target.vocab_size} tokens with "
                 f"k={self._options.k} successors each, got {self._options.max_bytes}; raise it or lower k"
+            )
+        if self._options.start is not None:
+            path = SHIPPED.path(self._options.start)
+            self._start = WarmTable.load(path, target.vocab_size)
+            check_fingerprint(
+                self._start.fingerprint,
+                target,
+                f"trainer recycling: the table in {path}",
+                "leave start out to make a new one",
             )
 
     def room(self, tokens: int) -> tuple[int, int]:
@@ -86,7 +100,7 @@ class TableTrainer(Trainer):
 
     def train(self, run: TrainingRun) -> Trained:
         shards = list(run.texts)
-        table, facts = make_table(shards, run.target.vocab_size, self._options)
+        table, facts = make_table(shards, run.target.vocab_size, self._options, self._start)
         table = WarmTable(**{**vars(table), "fingerprint": fingerprint(run.target)})
         path = run.folder / "table.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,21 +158,54 @@ class _Counts:
 
     @classmethod
     def of(
-        cls, keys: NDArray[np.int64], top: NDArray[np.int32], rates: NDArray[np.float64], k: int
+        cls,
+        keys: NDArray[np.int64],
+        top: NDArray[np.int32],
+        rates: NDArray[np.float64],
+        k: int,
+        before: _Counts | None = None,
     ) -> _Counts:
-        """Count places with `keys` [n] and `top` [n, K]; a successor of rank r scores `rates[r]`."""
-        found, row, seen = np.unique(keys, return_inverse=True, return_counts=True)
+        """Count places with `keys` [n] and `top` [n, K]; a successor of rank r scores `rates[r]`.
+
+        What was counted `before` is as that many places with its successors.
+        """
+        times = np.ones(len(keys), np.int64)
+        if before is not None:
+            keys, times = np.concatenate([keys, before.keys]), np.concatenate([times, before.seen])
+            wide = np.full((len(before.keys), top.shape[1]), -1, np.int32)
+            width = min(before.successors.shape[1], top.shape[1])
+            wide[:, :width] = before.successors[:, :width]
+            top = np.concatenate([top, wide])
+        found, row = np.unique(keys, return_inverse=True)
+        seen = np.bincount(row, times, len(found)).astype(np.int64)
         base = int(top.max(initial=0)) + 1
         place, rank = np.nonzero(top >= 0)
         codes, which = np.unique(row[place] * base + top[place, rank], return_inverse=True)
         rows, tokens = np.divmod(codes, base)
-        order = np.lexsort((tokens, -np.bincount(which, rates[rank], len(codes)), rows))
+        scores = np.bincount(which, times[place] * rates[rank], len(codes))
+        order = np.lexsort((tokens, -scores, rows))
         rows, tokens = rows[order], tokens[order]
         within = np.arange(len(rows)) - np.searchsorted(rows, rows)
         successors = np.full((len(found), k), -1, np.int32)
         kept = within < k
         successors[rows[kept], within[kept]] = tokens[kept]
         return cls(found, seen, successors)
+
+    @classmethod
+    def of_table(cls, table: WarmTable | None, length: int, vocab_size: int) -> _Counts | None:
+        """What a table with measured rates knows of contexts of one length; seen from 2^l to 2^(l + 1) - 1 times
+        counts as 3/2 of the former."""
+        levels = None if table is None else (table.single_levels, table.pair_levels)[length - 1]
+        if table is None or levels is None:
+            return None
+        if length == 1:
+            keys, successors = np.arange(len(table.singles)), table.singles
+        else:
+            first, last = table.pairs.astype(np.int64).T
+            keys, successors = first * vocab_size + last, table.pair_successors
+        known = successors[:, 0] >= 0
+        seen = np.maximum(1, 3 * 2 ** levels.astype(np.int64) // 2)
+        return cls(keys[known], seen[known], successors[known])
 
     @property
     def levels(self) -> NDArray[np.uint8]:
@@ -186,9 +233,18 @@ class _Counts:
 
 
 def make_table(
-    shards: Sequence[Shard], vocab_size: int, options: TableTrainerOptions
+    shards: Sequence[Shard],
+    vocab_size: int,
+    options: TableTrainerOptions,
+    start: WarmTable | None = None,
 ) -> tuple[WarmTable, dict[str, object]]:
     """A table of all texts, with hit rates that were measured on held-out ones.
+
+    Args:
+        shards: the texts.
+        vocab_size: of their target.
+        options: how large it gets.
+        start: another one, whose knowledge it takes over.
 
     Returns:
         The table, without a fingerprint, and what its card can say of it.
@@ -203,8 +259,9 @@ def make_table(
         )
     k = min(options.k, learned.top.shape[1])
     rates = (learned.top == learned.following[:, None]).mean(0)
+    before = {n: _Counts.of_table(start, n, vocab_size) for n in (1, 2)}
     singles, pairs = (
-        _Counts.of(learned.keys(n, vocab_size), learned.top, rates, k) for n in (1, 2)
+        _Counts.of(learned.keys(n, vocab_size), learned.top, rates, k, before[n]) for n in (1, 2)
     )
     keys = held.keys(2, vocab_size)
     new = pairs.find(keys) < 0  # only there do single tokens count
@@ -212,7 +269,9 @@ def make_table(
     single_hits = singles.hit_rates(held.keys(1, vocab_size)[new], held.following[new], rates[:k])
 
     every = _Places.of(shards)
-    singles, pairs = (_Counts.of(every.keys(n, vocab_size), every.top, rates, k) for n in (1, 2))
+    singles, pairs = (
+        _Counts.of(every.keys(n, vocab_size), every.top, rates, k, before[n]) for n in (1, 2)
+    )
     levels = np.zeros(vocab_size, np.uint8)
     levels[singles.keys] = singles.levels
     successors = np.full((vocab_size, k), -1, np.int32)
@@ -228,9 +287,10 @@ def make_table(
         single_hits,
         pairs.levels[kept],
         pair_hits,
+        tokens=len(every.following) + (0 if start is None else start.tokens),
     )
     facts = {
-        "tokens written by the target": len(every.following),
+        "tokens written by the target": table.tokens,
         "pairs": f"{len(kept)} of {len(pairs.keys)}",
         "held-out places whose pair is known": f"{1 - new.mean():.1%}" if len(new) else "none",
         "hit rates of a pair's best token, by how often it was seen": ", ".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from specfw_plugin_recycling.training import TableTrainer, TableTrainerOptions, 
 
 from specfw.contracts import TargetInfo
 from specfw.errors import ConfigError
+from specfw.fingerprint import fingerprint
 from specfw.plugins import PluginManager
 from specfw.testing.drafting import Text, draft
 from specfw.training import Shard, Texts, TrainingRun
@@ -68,6 +70,25 @@ def test_hit_rates_are_those_of_held_out_texts() -> None:
         # 360 places seen in training are level 8; each measured level outweighs what lies below it
         assert abs(made.pair_hits[8][0] - rate) < 0.4
         assert abs(made.pair_hits[8].sum() - 1.0) < 0.05
+
+
+def test_a_table_goes_on_from_another(tmp_path: Path) -> None:
+    """Fault: what an earlier table knows is lost, or outweighs or yields to all that is new."""
+    first = replace(table(shard([[9, 2, 3]] * 8)), fingerprint=fingerprint(target()))
+    assert first.tokens == 8
+    first.save(tmp_path / "table.safetensors")
+    for new, expected in ((2, [3, 4]), (40, [4, 3])):
+        texts = Texts(tmp_path / f"texts{new}")
+        texts.save(0, shard([[9, 2, 4]] * new + [[7, 8, 5]]), {})
+        trainer = TableTrainer(TableTrainerOptions(start=tmp_path / "table.safetensors"))
+        trainer.attach(target())
+        trainer.train(TrainingRun(target(), texts, tmp_path / f"out{new}"))
+        made = WarmTable.load(tmp_path / f"out{new}" / "table.safetensors", VOCAB)
+        assert made.get((9, 2)) == expected
+        assert made.get((7, 8)) == [5]
+        assert made.tokens == 8 + new + 1
+    with pytest.raises(ConfigError, match="belong to another target"):
+        trainer.attach(target(VOCAB + 1))
 
 
 def test_of_too_many_pairs_the_most_frequent_stay(tmp_path: Path) -> None:
