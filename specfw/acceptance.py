@@ -21,6 +21,8 @@ __all__ = ["Acceptance", "AcceptanceByRequest", "BurstyAcceptance"]
 
 _LATER_SIBLING = 0.5
 """A sibling's chance to be kept, as a share of the earlier one's, before there is evidence."""
+_BURST = 4.0
+"""The memory of the estimate for bursts, which are short, in drafted steps."""
 _FRESH = 4
 """Steps with evidence after which shapes are worked out anew."""
 
@@ -140,8 +142,9 @@ class BurstyAcceptance:
     """
 
     def __init__(self, memory: float) -> None:
-        """Start without evidence; `memory` in drafted steps of each kind."""
-        self._any, self._after_whole = Acceptance(memory=memory), Acceptance(memory=memory)
+        """Start without evidence; `memory` in drafted steps, of which bursts take fewer."""
+        self._any = Acceptance(memory=memory)
+        self._after_whole = Acceptance(memory=min(memory, _BURST))
 
     @property
     def steps(self) -> int:

@@ -8,7 +8,7 @@ __all__ = ["Probe"]
 class Probe:
     """Waits after each probe in proportion to what it cost; after one that paid it does not wait."""
 
-    def __init__(self, share: float = 0.01, least: int = 8) -> None:
+    def __init__(self, share: float = 0.01, least: int = 3) -> None:
         """Set the bound.
 
         Args:

@@ -50,8 +50,8 @@ class AdaptiveKOptions(Options):
     """The nodes of a request's first drafts."""
     warmup: Annotated[int, Field(ge=0)] = 2
     """Drafts of a request before their size changes."""
-    memory: Annotated[float, Field(gt=1.0)] = 8.0
-    """Drafts after which evidence counts 1/e; more suits texts in which drafts are not right in bursts."""
+    memory: Annotated[float, Field(gt=1.0)] = 32.0
+    """Drafts after which evidence counts 1/e."""
     margin: Annotated[float, Field(ge=0.0)] = 0.02
     """The share by which drafting must be faster than with `min_depth`."""
     probe_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01

@@ -36,10 +36,6 @@ CASES = [
 ]
 
 
-STEADY = AdaptiveKOptions(memory=32)
-"""For worlds where acceptance does not come in bursts, as the default takes it to."""
-
-
 def rising(rows: int) -> float:
     return 0.9 + 0.1 * rows
 
@@ -122,7 +118,7 @@ def test_close_to_the_best_fixed_depth(acceptance: float, most: float, draft_cos
     Where drafting gains 8 % at best, as with 0.3 and 0.1, estimates do not always show that it does.
     """
     world = World(lambda depth: acceptance, rising, lambda nodes: draft_cost * nodes)
-    seconds = world.run(AdaptiveKScheduler(STEADY), [SimulatedRequest()], 3000)
+    seconds = world.run(AdaptiveKScheduler(), [SimulatedRequest()], 3000)
     best = best_depth(acceptance, draft_cost, rising, range(9))
     fixed = World(lambda depth: acceptance, rising, lambda nodes: draft_cost * nodes)
     constant = AdaptiveKScheduler(
@@ -143,7 +139,7 @@ def test_close_to_the_best_fixed_depth_in_short_texts(acceptance: float) -> None
         return world.seconds / world.emitted
 
     best = min(seconds(lambda k=k: FixedScheduler(k, k, 1)) for k in (0, 1, 2, 4, 8))
-    assert best / seconds(lambda: AdaptiveKScheduler(STEADY)) > 0.95
+    assert best / seconds(AdaptiveKScheduler) > 0.95
 
 
 def test_drafts_follow_bursts() -> None:
@@ -177,7 +173,7 @@ def test_it_comes_back() -> None:
     """A drafter that becomes good must be found out by a probe."""
     useful = False
     world = World(lambda depth: 0.9 * useful, rising, lambda nodes: 0.05 * nodes)
-    scheduler, requests = AdaptiveKScheduler(STEADY), [SimulatedRequest()]
+    scheduler, requests = AdaptiveKScheduler(), [SimulatedRequest()]
     world.run(scheduler, requests, 400)
     assert sum(depth for [depth] in world.depths[-50:]) <= 5  # probes
     useful = True
@@ -211,9 +207,9 @@ def test_a_profile_tells_costs_beforehand(tmp_path: Path) -> None:
     world = World(lambda depth: 0.5, float)
     scheduler, requests = AdaptiveKScheduler(options), [SimulatedRequest()]
     scheduler.attach(target_info(Case()))
-    for _ in range(6):
+    for _ in range(3):
         world.step(scheduler, requests)
-    assert world.depths == [[0]] * 6
+    assert world.depths == [[0]] * 3
     with pytest.raises(ConfigError, match="nowhere"):
         AdaptiveKScheduler(AdaptiveKOptions(profile="nowhere")).attach(target_info(Case()))
 
@@ -234,7 +230,7 @@ def test_siblings_are_drafted_where_they_are_kept() -> None:
             lambda nodes: 0.02 * nodes,
             siblings=(second,),
         )
-        scheduler = AdaptiveKScheduler(AdaptiveKOptions(max_width=max_width, memory=32))
+        scheduler = AdaptiveKScheduler(AdaptiveKOptions(max_width=max_width))
         seconds = world.run(scheduler, [SimulatedRequest()], 2000)
         beside = sum(n - d for [n], [d] in zip(world.nodes, world.depths, strict=True))
         return 2000 / seconds, beside / len(world.nodes)
