@@ -152,8 +152,10 @@ class BurstyAcceptance:
         return self._any.steps
 
     def after(self, whole: bool) -> Acceptance:
-        """The estimate for a draft after one that was kept `whole`, or after another."""
-        return self._after_whole if whole else self._any
+        """The estimate for a draft after one that was kept `whole`, or after another; bursts only raise it."""
+        if whole and next(self._after_whole.rates()) > next(self._any.rates()):
+            return self._after_whole
+        return self._any
 
     def add(
         self, whole: bool, tested: int, kept: int, ranks: Sequence[int], siblings: Sequence[int]

@@ -84,6 +84,7 @@ def test_arms_take_turns_on_the_same_texts(tmp_path: Path, monkeypatch: pytest.M
     result = bench_schedulers(
         depths=[2],
         loads=[1, 3],
+        per_class=1,
         max_new_tokens=12,
         rounds=2,
         prompts_file=prompts_file(tmp_path, [*CLASSES.values()]),
@@ -111,6 +112,6 @@ def test_arms_take_turns_on_the_same_texts(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'coding'"):
-        bench_schedulers(prompts_file=prompts_file(tmp_path, ["writing"]))
+        bench_schedulers(per_class=1, prompts_file=prompts_file(tmp_path, ["writing"]))
     with pytest.raises(ConfigError, match="depths"):
         bench_schedulers(depths=[0])

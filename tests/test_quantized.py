@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,9 @@ def test_B39_greedy_texts_are_identical_in_float32() -> None:
         "quanto:quanto(weights='int4')",
     ],
 )
-def test_B39_quantised_texts_part_at_near_ties_only(target: str, record_property: Any) -> None:
+def test_B39_quantised_texts_part_at_near_ties_only(
+    target: str, record_property: Any, pytestconfig: pytest.Config
+) -> None:
     """Fault B39: each first difference has a small gap, and comes without any drafter too, by rows alone."""
     manager = PluginManager()
     owner, _, reference = target.partition(":")
@@ -230,8 +233,13 @@ def test_B39_quantised_texts_part_at_near_ties_only(target: str, record_property
         if "to be installed" in str(error):
             pytest.skip(str(error))
         raise
-    differences = _first_differences(loaded.model, prompts=1, new=32)
+    prompts, new = (20, 100) if pytestconfig.getoption("--deep") else (1, 32)
+    differences = _first_differences(loaded.model, prompts, new)
     record_property("differences", [str(found) for found in differences])
+    _assert_near_ties(differences)
+
+
+def _assert_near_ties(differences: Sequence[GreedyDifference]) -> None:
     for found in differences:
         assert found.gap <= B39_TOLERANCE, found
         assert found.reproduced, f"an engine fault: {found}"
@@ -346,15 +354,19 @@ def test_on_the_demo_model(
     del runner
     drafters = ("none", "ngram", "small-model(model=demo(layers=20), max_nodes=2)")
     config = {"target": target.format("bfloat16")}
-    texts = []
+    prompt, texts = "one two three one two three", []
     for drafter in drafters:
         with Pipeline.from_config({**config, "drafter": drafter}) as pipe:
-            [output] = pipe.generate(
-                "one two three one two three", max_new_tokens=12, temperature=0.0
-            )
+            [output] = pipe.generate(prompt, max_new_tokens=12, temperature=0.0)
             texts.append(output.text)
             assert output.finish_reason in ("stop", "length")
             note = pipe.target.notes[-1]
+    differences = [
+        found
+        for rows in B39_ROWS
+        for found in greedy_differences(pipe.engine.runner, pipe.encode(prompt), 40, rows)
+    ]
     with capsys.disabled():
-        print(f"\n{note}\n{texts}")
+        print(f"\n{note}\n{texts}\n{differences}")
     assert all(texts)
+    _assert_near_ties(differences)
