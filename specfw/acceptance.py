@@ -21,10 +21,10 @@ __all__ = ["Acceptance", "AcceptanceByRequest", "BurstyAcceptance"]
 
 _LATER_SIBLING = 0.5
 """A sibling's chance to be kept, as a share of the earlier one's, before there is evidence."""
-_BURST = 4.0
+_BURST = 8.0
 """The memory of the estimate for bursts, which are short, in drafted steps."""
-_FRESH = 4
-"""Steps with evidence after which shapes are worked out anew."""
+_FRESH = 8
+"""Shapes are worked out anew as often in a memory."""
 
 
 class _Place:
@@ -49,6 +49,7 @@ class Acceptance:
         """
         self._prior, self._doubt = prior, doubt
         self._keeps = 1 - 1 / memory
+        self._fresh = max(1, int(memory / _FRESH))
         self._places: list[list[_Place]] = []
         """By depth, as many as there were ever siblings."""
         self.steps = 0
@@ -115,7 +116,7 @@ class Acceptance:
         """The best trees within limits, by number of nodes; worked out anew after some evidence only."""
         key = limits.max_nodes, limits.max_depth, limits.max_width
         known = self._shapes.get(key)
-        if known is None or self.steps - known[0] >= min(_FRESH, max(1, known[0])):
+        if known is None or self.steps - known[0] >= min(self._fresh, max(1, known[0])):
             table = self.shares(limits.max_depth, limits.max_width)
             known = self._shapes[key] = self.steps, best_shapes(np.array(table), limits.max_nodes)
         return known[1]

@@ -63,13 +63,13 @@ class CostCurve:
         return len(self._buckets.get(_bucket(count), ()))
 
     def knows(self, count: int) -> bool:
-        """Whether there is a profile, or counts at most a third away were measured often enough."""
+        """Whether counts at most a third away were measured often enough for others to be compared with them."""
         near = (
             len(measured)
             for measured in self._buckets.values()
             if 3 * abs(measured[-1][0] - count) <= count
         )
-        return bool(self._profile) or sum(near) >= _KNOWN
+        return sum(near) >= _KNOWN
 
     def __call__(self, count: float) -> float:
         """Seconds for a count; 0 before any measurement."""

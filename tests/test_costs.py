@@ -89,12 +89,13 @@ def test_curve_forgets() -> None:
 def test_a_profile_is_scaled_by_what_is_measured() -> None:
     """Passes over more requests than were profiled are dearer at all rows, not only at those measured so far."""
     curve = CostCurve({1: 1.0, 4: 1.5, 8: 2.0, 16: 4.0})
-    assert curve.knows(8)
     curve.add(4, 30.0)
     assert curve(4) == 1.5  # one measurement is none
     for _ in range(3):
         curve.add(8, 3.0)
     assert curve(8) == 3.0
+    assert curve.knows(8)
+    assert not curve.knows(4)
     assert curve(16) == pytest.approx(6.0)
     assert curve(1) == pytest.approx(1.5)
     for _ in range(3):
