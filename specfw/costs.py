@@ -62,7 +62,12 @@ class CostCurve:
         """How often a count was measured that is not told apart from this one."""
         return len(self._buckets.get(_bucket(count), ()))
 
-    def knows(self, count: int) -> bool:
+    @property
+    def profiled(self) -> bool:
+        """Whether there is a profile."""
+        return bool(self._profile)
+
+    def measured(self, count: int) -> bool:
         """Whether counts at most a third away were measured often enough for others to be compared with them."""
         near = (
             len(measured)
@@ -180,9 +185,13 @@ class StepCosts:
         elif profile is not None:
             self.target = CostCurve(read_profile(profile))
 
-    def knows(self, rows: int) -> bool:
+    def measured(self, rows: int) -> bool:
         """Whether steps of so many rows were timed often enough for others to be compared with them."""
-        return self.target.knows(rows)
+        return self.target.measured(rows)
+
+    def knows(self, rows: int) -> bool:
+        """Whether that is so, or a profile says what they take."""
+        return self.target.profiled or self.measured(rows)
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from a step's phases.

@@ -94,8 +94,8 @@ def test_a_profile_is_scaled_by_what_is_measured() -> None:
     for _ in range(3):
         curve.add(8, 3.0)
     assert curve(8) == 3.0
-    assert curve.knows(8)
-    assert not curve.knows(4)
+    assert curve.measured(8)
+    assert not curve.measured(4)
     assert curve(16) == pytest.approx(6.0)
     assert curve(1) == pytest.approx(1.5)
     for _ in range(3):

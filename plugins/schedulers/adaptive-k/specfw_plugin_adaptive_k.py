@@ -109,7 +109,7 @@ class AdaptiveKScheduler(Scheduler):
             if cap.max_nodes and cap.max_depth and not limits[i].max_nodes
         ]
         self._probed = []
-        if off and self._costs.knows(view.rows) and self._probe.due():
+        if off and self._costs.measured(view.rows) and self._probe.due():
             self._probed = [view.requests[i] for i in off]
             for i in off:
                 limits[i] = DraftLimits(1, 1, 1)
@@ -135,7 +135,7 @@ class AdaptiveKScheduler(Scheduler):
         if self._acceptance.steps_of(request) < options.warmup:
             depth = min(options.start, options.max_depth)
             return DraftLimits(options.start, depth, options.max_width)
-        if not options.min_depth and not self._costs.knows(rows):
+        if not options.min_depth and not self._costs.measured(rows):
             return DraftLimits()
 
         def rate(shape: Shape) -> float:
