@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from specfw.bench.engines import engine_beside
+from specfw.bench.held_texts import HeldTexts, HeldVerifier
 from specfw.bench.schedulers import (
     CLASSES,
     SchedulersBench,
@@ -16,7 +18,10 @@ from specfw.bench.schedulers import (
     plot_schedulers,
 )
 from specfw.engine.engine import Engine, StepReport
+from specfw.engine.fixed import FixedScheduler
 from specfw.errors import ConfigError
+from specfw.pipeline import Pipeline
+from specfw.plugins import PluginManager
 from tests.byte_models import save_tiny_chat
 
 
@@ -108,6 +113,26 @@ def test_arms_take_turns_on_the_same_texts(tmp_path: Path, monkeypatch: pytest.M
     assert len(set(arms[4:8])) == 4  # after each arm's prompt was read
     assert result.mapping()["ratio"]["goodput_min"] > 0
     assert result.mapping()["max_new_tokens"] == 12
+
+
+def test_a_held_text_is_written_whatever_the_target_says(tmp_path: Path) -> None:
+    """Arms whose texts part for rounding race on texts of different difficulty."""
+    save_tiny_chat(tmp_path / "model")
+    prompt, other = [5, 6, 7], [9, 8] * 4
+    with Pipeline.from_config({"target": str(tmp_path / "model"), "dtype": "float32"}) as pipeline:
+        texts = HeldTexts(pipeline, [prompt], 8)
+        params = texts.params(prompt, 8)
+        assert texts.by_seed[params.seed][: len(prompt)] == prompt
+        texts.by_seed[params.seed] = [*prompt, *other]
+        drafter = PluginManager().bind("drafter", "ngram").build()
+        with engine_beside(
+            pipeline, drafter, HeldVerifier(texts), FixedScheduler(2, 2, 1), 1, 64
+        ) as engine:
+            request = engine.add(prompt, params)
+            while engine.has_work:
+                engine.step()
+    assert list(request.emitted) == other
+    assert request.stats.accepted > 0
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
