@@ -24,9 +24,6 @@ __all__ = ["NAME", "command"]
 
 NAME = "demo"
 
-DRAFTER = "merge(suffix, recycling(file='demo'))"
-"""What drafts unless said otherwise: matches in the text, and the warm table that is shipped for the demo model."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -40,7 +37,7 @@ class _Run:
 
 
 def command(
-    drafter: Drafter = DRAFTER,
+    drafter: Drafter = "ngram",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each kind; the median counts.")
