@@ -101,7 +101,8 @@ class CostCurve:
                 counts, seconds = zip(*self._buckets[bucket], strict=True)
                 self._middles[bucket] = fmean(counts), median(seconds)
             self._changed.clear()
-            self._curve = _rising_curve([*self._measured(), *self._expected()])
+            measured = self._measured()
+            self._curve = _rising_curve([*measured, *self._expected(measured)])
         return self._curve
 
     def _measured(self) -> list[tuple[float, float, float]]:
@@ -112,9 +113,10 @@ class CostCurve:
             (*self._middles[bucket], float(size)) for bucket, size in sizes.items() if size >= least
         ]
 
-    def _expected(self) -> list[tuple[float, float, float]]:
-        """The same of the profile's counts that were not."""
-        measured = self._measured()
+    def _expected(
+        self, measured: list[tuple[float, float, float]]
+    ) -> list[tuple[float, float, float]]:
+        """The same of the profile's counts that are not among those."""
         if not measured or not self._profile:
             return [(float(count), seconds, 1.0) for count, seconds in self._profile.items()]
         known = {_bucket(round(count)) for count, _, _ in measured}

@@ -30,6 +30,11 @@ class Batch:
     states: dict[int, Tensor]
     """By layer, [B, T, H]."""
 
+    def some_asked(self, most: int, chosen: torch.Generator) -> Tensor:
+        """At most `most` of the places where the target was asked, drawn by `chosen`, as indices into all B * T: int64 [n]."""
+        asked = (self.best >= 0).flatten().nonzero()[:, 0]
+        return asked[torch.randperm(len(asked), generator=chosen)[:most]]
+
 
 class Batches:
     """All texts of a folder, to draw batches from."""

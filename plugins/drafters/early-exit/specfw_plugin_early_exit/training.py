@@ -118,8 +118,7 @@ def exit_loss(
     Returns:
         The loss, and `hit`: how often the best token was the target's.
     """
-    asked = (batch.best >= 0).flatten().nonzero()[:, 0]
-    asked = asked[torch.randperm(len(asked), generator=chosen)[:places]]
+    asked = batch.some_asked(places, chosen)
     early, late = (
         batch.states[layer].flatten(0, 1)[asked].to(target.device)
         for layer in (adapter.layer, last)

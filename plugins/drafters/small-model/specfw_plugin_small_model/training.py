@@ -167,8 +167,7 @@ def distillation_loss(
     Returns:
         The loss, and `hit`: how often the best token was the target's.
     """
-    asked = (batch.best >= 0).flatten().nonzero()[:, 0]
-    asked = asked[torch.randperm(len(asked), generator=chosen)[:places]]
+    asked = batch.some_asked(places, chosen)
     with torch.no_grad():
         late = batch.states[last].flatten(0, 1)[asked].to(target.device)
         law = target_logits(target, late).float().softmax(-1)
