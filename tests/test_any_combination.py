@@ -19,8 +19,9 @@ from specfw.contracts import API_VERSION, Drafter
 from specfw.hookspecs import hookimpl
 from specfw.plugins import PluginManager
 from specfw.testing.cases import SETTINGS, Case
+from specfw.testing.combinations import Combination
 from specfw.testing.drafters import MixtureDrafter, ScriptedDrafter
-from specfw.testing.matrix import Combination, check
+from specfw.testing.matrix import check
 from specfw.testing.strategies import cases
 from specfw.types import SpeculationParams
 

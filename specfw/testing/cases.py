@@ -90,6 +90,7 @@ if find_spec("llguidance") is not None:
 
 EOS = 0
 WATCHED = 7  # the seed of the request that is enumerated
+_BLOCK_SIZE = 2
 _PLACE = 1  # its place among three: behind one that outlives it when memory runs out
 
 DrafterFactory = Callable[[], Drafter]
@@ -247,7 +248,7 @@ def build_engine(
     `drafters` are those that the case's requests may ask for by name.
     """
     runner, info = table_runner(case), target_info(case)
-    memory = KVMemory(num_blocks=4 if case.memory == "preemption" else 24, block_size=2)
+    memory = KVMemory(_num_blocks(case), _BLOCK_SIZE)
     chunk = 2 if case.memory == "chunked prefill" else 16
     engine = Engine(
         runner,
@@ -269,6 +270,14 @@ def build_engine(
             params = params.model_copy(update={"seed": seed})
         requests.append(engine.add(prompt, params))
     return engine, requests
+
+
+def _num_blocks(case: Case) -> int:
+    """Memory for everything, or where some must make room, just enough for one request alone."""
+    if case.memory != "preemption":
+        return 24
+    longest = max(map(len, case.prompts)) + case.horizon
+    return max(4, -(-longest // _BLOCK_SIZE))
 
 
 def _steady_clock() -> Callable[[], float]:

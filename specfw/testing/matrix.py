@@ -1,8 +1,6 @@
 """The certificate for every combination: all installed drafters, verifiers and schedulers together.
 
-Every drafter meets every verifier under every scheduler, alone and in pairs; sampling settings, kinds of
-laws and memory take turns so that any two values of any two of all these meet as well. Broken components
-and a broken framework, which must be caught, show that the certificate can fail.
+Broken components and a broken framework, which must be caught, show that the certificate can fail.
 """
 
 from __future__ import annotations
@@ -10,77 +8,30 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations, cycle, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from specfw.builtins import NoDrafter
 from specfw.components import Bound, Kind
 from specfw.contracts import Drafter
 from specfw.errors import ConfigError, PluginError, UnsupportedModelError
 from specfw.plugins import PluginManager
-from specfw.testing.cases import MEMORY_CASES, SETTINGS, Case, forbids
 from specfw.testing.certification import Certificate, certify
+from specfw.testing.combinations import Combination, make_combinations
 from specfw.testing.configured import on_tables
 from specfw.testing.controls import CONTROLS, Verdict
-from specfw.testing.table_model import LawKind
-from specfw.types import SpeculationParams
 
-__all__ = ["Combination", "Matrix", "Row", "certify_all", "check", "make_combinations"]
+__all__ = ["Matrix", "Row", "certify_all", "check"]
 
 _TOLERANCE = 1e-9
-_KINDS: tuple[LawKind, ...] = ("dense", "sparse", "one_hot")
-_SIZES = ((3, 3), (2, 4))
-_DEEP_SIZES = ((3, 4),)
 _LONGER = 3
 """By how many tokens texts may get longer for something to be drafted."""
-_LIMITS = SpeculationParams(max_nodes=3, max_depth=2, max_width=2)
-_DEEP_LIMITS = SpeculationParams(max_nodes=4, max_depth=3, max_width=2)
-
-Reference = Mapping[str, Any]
-"""A component's name and options, as in a config."""
-
-
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """Components with their options, and the small world in which they meet."""
-
-    drafter: Reference
-    verifier: Reference
-    schedulers: tuple[Reference, ...]
-    case: Case
-    setting: str = ""
-    """What the case's sampling settings are called."""
-
-    def names(self) -> dict[str, Any]:
-        """The names of everything."""
-        return {
-            "drafter": self.drafter["name"],
-            "verifier": self.verifier["name"],
-            "schedulers": [scheduler["name"] for scheduler in self.schedulers],
-            "setting": self.setting,
-            "laws": self.case.kind,
-            "memory": self.case.memory,
-            "batch": self.case.batch,
-        }
-
-    def paste(self) -> str:
-        """A config file for `specfw certify -c`, with the case as a comment."""
-        config = {
-            "target": "table",
-            "drafter": dict(self.drafter),
-            "verifier": dict(self.verifier),
-            "scheduler": [dict(scheduler) for scheduler in self.schedulers],
-            "sampling": self.case.params.model_dump(mode="json", exclude_unset=True),
-        }
-        return f"# {self.case.paste()}\n{yaml.safe_dump(config, sort_keys=False)}"
 
 
 @dataclass(slots=True)
@@ -345,82 +296,3 @@ def _certify(
         cases=[combination.case],
         tolerance=_TOLERANCE,
     )
-
-
-def make_combinations(
-    manager: PluginManager, deep: bool = False, only: Mapping[Kind, Sequence[str]] | None = None
-) -> list[Combination]:
-    """Every drafter with every verifier and every one or two schedulers, in worlds that take turns."""
-    chosen: dict[Kind, Sequence[str]] = {
-        kind: (only or {}).get(kind) or manager.names(kind)
-        for kind in ("drafter", "verifier", "scheduler")
-    }
-    schedulers = [
-        *((name,) for name in chosen["scheduler"]),
-        *combinations(chosen["scheduler"], 2),
-    ]
-    components = list(product(chosen["drafter"], chosen["verifier"], schedulers))
-    sizes, limits = (_DEEP_SIZES, _DEEP_LIMITS) if deep else (_SIZES, _LIMITS)
-    made = []
-    for turn, ((drafter, verifier, several), world) in enumerate(_cover(components)):
-        setting, memory, kind = world
-        vocab_size, horizon = sizes[turn % len(sizes)]
-        params = SETTINGS[setting].model_copy(update={"speculation": limits})
-        if forbids(params):  # of two tokens nothing might be left
-            vocab_size = max(vocab_size, 3)
-        batch = 3 if memory == "preemption" or turn // 2 % 2 else 1
-        case = Case(params, kind, vocab_size, horizon, batch, memory, seed=turn % 7)
-        made.append(
-            Combination(
-                _example(manager, "drafter", drafter),
-                _example(manager, "verifier", verifier),
-                tuple(_example(manager, "scheduler", name) for name in several),
-                case,
-                setting,
-            )
-        )
-    return made
-
-
-def _example(manager: PluginManager, kind: Kind, name: str) -> Reference:
-    """The reference to a component with its example options."""
-    try:
-        return {"name": name, **manager.component(kind, name).example}
-    except (ConfigError, PluginError):
-        return {"name": name}  # refused again, and then listed, where it is bound
-
-
-Components = tuple[str, str, tuple[str, ...]]
-World = tuple[str, Any, Any]
-
-
-def _cover(components: Sequence[Components]) -> Iterator[tuple[Components, World]]:
-    """Each of `components` in one world at least, and every pair of values of two factors together.
-
-    Greedy: each gets the world that brings most pairs that were not there yet.
-    """
-    worlds = [world for world in product(SETTINGS, MEMORY_CASES, _KINDS) if _makes_sense(world)]
-    open_pairs = set(
-        chain.from_iterable(_pairs((*one, *world)) for one in components for world in worlds)
-    )
-    for turn, one in enumerate(cycle(components)):
-        if turn >= len(components) and not open_pairs:
-            return
-        shift = 7 * turn % len(worlds)  # so that equals do not always give the first
-        best = max(
-            (*worlds[shift:], *worlds[:shift]),
-            key=lambda world: (len(open_pairs & _pairs((*one, *world))), world[2] == "dense"),
-        )
-        closed = open_pairs & _pairs((*one, *best))
-        if closed or turn < len(components):
-            open_pairs -= closed
-            yield one, best
-
-
-def _makes_sense(world: World) -> bool:
-    setting, _, kind = world
-    return kind == "dense" or not forbids(SETTINGS[setting])  # else no law may be left
-
-
-def _pairs(values: Iterable[Any]) -> set[tuple[Any, ...]]:
-    return set(combinations(enumerate(values), 2))

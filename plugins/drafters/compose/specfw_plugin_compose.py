@@ -471,6 +471,7 @@ def _cascade(options: CascadeOptions) -> Drafter:
     return Cascade(options.drafter.build(), options.model.build(), options.max_nodes)
 
 
+_EXAMPLE_NGRAM = {"name": "ngram"}
 _EXAMPLE_MODEL = {"name": "small-model", "model": "table"}
 
 
@@ -481,38 +482,41 @@ def specfw_drafters() -> Mapping[str, Component[Drafter]]:
             lambda options: First(_built(options)),
             CombinedOptions,
             "The draft of the first drafter that has one.",
-            example={"drafters": ["ngram(min_ngram=2)", _EXAMPLE_MODEL]},
+            example={"drafters": [{"name": "ngram", "min_ngram": 2}, _EXAMPLE_MODEL]},
         ),
         "extend": Component(
             lambda options: Extend(_built(options), options.shares),
             SharedOptions,
             "Each drafter continues the leaves of those before it.",
             example={
-                "drafters": [{"name": "small-model", "model": "table", "max_nodes": 1}, "recycling"]
+                "drafters": [
+                    {"name": "small-model", "model": "table", "max_nodes": 1},
+                    {"name": "recycling"},
+                ]
             },
         ),
         "merge": Component(
             lambda options: Merge(_built(options), options.shares),
             SharedOptions,
             "One tree from several drafters.",
-            example={"drafters": ["ngram", _EXAMPLE_MODEL]},
+            example={"drafters": [_EXAMPLE_NGRAM, _EXAMPLE_MODEL]},
         ),
         "route": Component(
             _route,
             RouteOptions,
             "A drafter by what the request is like, or by its acceptance.",
-            example={"drafters": ["ngram", _EXAMPLE_MODEL], "bounds": [0.5]},
+            example={"drafters": [_EXAMPLE_NGRAM, _EXAMPLE_MODEL], "bounds": [0.5]},
         ),
         "cascade": Component(
             _cascade,
             CascadeOptions,
             "A draft model for which another drafter drafts.",
-            example={"drafter": "ngram", "model": _EXAMPLE_MODEL, "max_nodes": 2},
+            example={"drafter": _EXAMPLE_NGRAM, "model": _EXAMPLE_MODEL, "max_nodes": 2},
         ),
         "bandit": Component(
             _bandit,
             BanditOptions,
             "The drafter that is measured to be the fastest.",
-            example={"drafters": ["ngram", _EXAMPLE_MODEL], "measure": "passes"},
+            example={"drafters": [_EXAMPLE_NGRAM, _EXAMPLE_MODEL], "measure": "passes"},
         ),
     }
