@@ -23,6 +23,8 @@ _LATER_SIBLING = 0.5
 """A sibling's chance to be kept, as a share of the earlier one's, before there is evidence."""
 _BURST = 8.0
 """The memory of the estimate for bursts, which are short, in drafted steps."""
+_BURST_DOUBT = 2.0
+"""That estimate's doubt: drafting on in vain costs less than missing a burst."""
 _FRESH = 8
 """Shapes are worked out anew as often in a memory."""
 
@@ -145,7 +147,7 @@ class BurstyAcceptance:
     def __init__(self, memory: float) -> None:
         """Start without evidence; `memory` in drafted steps, of which bursts take fewer."""
         self._any = Acceptance(memory=memory)
-        self._after_whole = Acceptance(memory=min(memory, _BURST))
+        self._after_whole = Acceptance(memory=min(memory, _BURST), doubt=_BURST_DOUBT)
 
     @property
     def steps(self) -> int:
@@ -206,6 +208,11 @@ class AcceptanceByRequest:
         """The estimate for a request's next draft."""
         known = self._of(request)
         return known.acceptance.after(known.whole)
+
+    @property
+    def of_all(self) -> Acceptance:
+        """The estimate for any draft of any request."""
+        return self._all.after(whole=False)
 
     def observe(self, feedback: Feedback) -> None:
         """Learn what was tested and kept."""

@@ -19,12 +19,22 @@ import numpy as np
 from specfw.contracts import Feedback, TargetInfo
 from specfw.errors import ConfigError
 
-__all__ = ["CostCurve", "StepCosts", "best_depth", "expected_tokens", "read_profile", "speedup"]
+__all__ = [
+    "CostCurve",
+    "Pace",
+    "StepCosts",
+    "best_depth",
+    "expected_tokens",
+    "read_profile",
+    "speedup",
+]
 
 _RECENT = 32
 """Measurements that count, for each bucket."""
 _KNOWN = 3
 """Measurements that tell what a step takes."""
+_LEVEL = 9
+"""Measurements of which the level is the median."""
 _EXACT = 16
 """Up to this many rows, each count has a bucket of its own."""
 _BUCKETS_PER_DOUBLING = 4
@@ -37,6 +47,10 @@ class CostCurve:
     would fall (isotonic regression). Between its points it is linear. Below the first it is constant,
     and beyond the last it rises as it does on average, so that what is unknown looks cheap and is tried.
 
+    The machine's speed wanders, and counts that were last measured at another time would look too dear or
+    too cheap beside the others. So measurements are kept relative to the level of their time, the median
+    of what recent ones took against the curve.
+
     A profile says what was not measured yet, as many times dearer as what was measured nearby turned
     out to be: it was taken with one request, and passes over several cost more.
     """
@@ -44,9 +58,11 @@ class CostCurve:
     def __init__(self, profile: Mapping[int, float] | None = None) -> None:
         """Start with seconds by count, each of them a median, that were measured before."""
         self._profile = dict(sorted((profile or {}).items()))
+        self._level = 1.0
+        self._against_curve: deque[float] = deque(maxlen=_LEVEL)
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._middles: dict[int, tuple[float, float]] = {}
-        """Mean count and median seconds of each bucket."""
+        """Mean count and median of each bucket, relative to the level."""
         self._changed: set[int] = set()
         self._curve: tuple[list[float], list[float]] = _rising_curve(
             [(float(count), seconds, 1.0) for count, seconds in self._profile.items()]
@@ -54,9 +70,20 @@ class CostCurve:
 
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
+        if self._profile or self.measurements(count) >= _KNOWN:
+            self._follow(count, seconds)
         bucket = _bucket(count)
-        self._buckets.setdefault(bucket, deque(maxlen=_RECENT)).append((count, seconds))
+        measured = self._buckets.setdefault(bucket, deque(maxlen=_RECENT))
+        measured.append((count, seconds / self._level))
         self._changed.add(bucket)
+
+    def _follow(self, count: int, seconds: float) -> None:
+        """Set the level by a measurement more."""
+        expected = self._relative(count)
+        if seconds > 0 and expected > 0:
+            self._against_curve.append(seconds / expected)
+        if len(self._against_curve) >= _KNOWN:
+            self._level = median(self._against_curve)
 
     def measurements(self, count: int) -> int:
         """How often a count was measured that is not told apart from this one."""
@@ -78,6 +105,9 @@ class CostCurve:
 
     def __call__(self, count: float) -> float:
         """Seconds for a count; 0 before any measurement."""
+        return self._level * self._relative(count)
+
+    def _relative(self, count: float) -> float:
         counts, seconds = self._points()
         if not counts:
             return 0.0
@@ -93,7 +123,7 @@ class CostCurve:
 
     def points(self) -> dict[float, float]:
         """The curve's own points: count -> seconds."""
-        return dict(zip(*self._points(), strict=True))
+        return {count: self._level * one for count, one in zip(*self._points(), strict=True)}
 
     def _points(self) -> tuple[list[float], list[float]]:
         if self._changed:
@@ -221,6 +251,31 @@ class StepCosts:
         Without any measurement, every step costs the same.
         """
         return (self.target(rows) + self.drafting(most_nodes)) or 1.0
+
+
+class Pace:
+    """Tokens that a request gets in the time of a step without drafts, of late; plain decoding gets 1.
+
+    It is the price of time: what a draft takes more is worth taking if it brings more tokens than
+    everything brings in that time in the mean.
+    """
+
+    def __init__(self, memory: float = 32.0) -> None:
+        """Start without evidence; `memory` in steps, after which it counts 1/e."""
+        self._keeps = 1 - 1 / memory
+        self._tokens = self._time = 0.0
+
+    def observe(self, feedback: Feedback, costs: StepCosts) -> None:
+        """Learn from a step."""
+        if feedback.requests:
+            emitted = sum(map(len, feedback.emitted)) / len(feedback.requests)
+            self._tokens = self._keeps * self._tokens + emitted
+            self._time = self._keeps * self._time + 1 + costs.extra(feedback)
+
+    @property
+    def now(self) -> float:
+        """At least 1, for drafting can be left."""
+        return max(1.0, self._tokens / self._time) if self._time else 1.0
 
 
 def expected_tokens(acceptance: float, depth: int) -> float:

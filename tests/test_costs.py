@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import islice, pairwise
@@ -16,6 +17,7 @@ from specfw.acceptance import Acceptance
 from specfw.contracts import DraftLimits, Feedback, Scheduler, SchedulerView
 from specfw.costs import (
     CostCurve,
+    Pace,
     StepCosts,
     best_depth,
     expected_tokens,
@@ -112,8 +114,36 @@ def test_curve_never_falls(measurements: list[tuple[int, float]]) -> None:
         curve.add(rows, seconds)
     values = [curve(rows) for rows in range(1, 2100, 7)]
     assert all(b >= a - 1e-9 for a, b in pairwise(values))
-    low, high = min(s for _, s in measurements), max(s for _, s in measurements)
-    assert all(low - 1e-9 <= value <= high + 1e-9 for value in curve.points().values())
+    assert all(0 < value < math.inf for value in curve.points().values())
+
+
+def test_a_machine_that_slows_down_makes_no_count_look_dear() -> None:
+    """Counts that were last measured while the machine was fast would seem cheap beside those measured now."""
+    curve = CostCurve()
+    for _ in range(20):
+        curve.add(1, 1.0)
+        curve.add(9, 1.5)
+    for _ in range(40):
+        curve.add(9, 3.0)
+    assert curve(9) == pytest.approx(3.0)
+    assert curve(1) == pytest.approx(2.0)
+
+
+def test_pace_is_the_price_of_time() -> None:
+    """Priced at what a good step brings, time would seem too dear to draft much in that step."""
+    costs, pace = StepCosts({1: 1.0, 5: 2.0}), Pace(memory=8.0)
+    request = SimulatedRequest()
+    assert pace.now == 1.0
+    plain = Feedback([request], [[7]], [[]], [0], rows=1)
+    drafted = Feedback([request], [[7, 7, 7, 7]], [[0, 1, 2]], [4], rows=5)
+    for _ in range(100):
+        pace.observe(plain, costs)
+        pace.observe(drafted, costs)
+    assert pace.now == pytest.approx(5 / 3, rel=0.1)  # 5 tokens in the time of 3 plain steps
+    wasted = Feedback([request], [[7]], [[]], [4], rows=5)
+    for _ in range(100):
+        pace.observe(wasted, costs)
+    assert pace.now == 1.0
 
 
 def test_step_costs_part_the_phases() -> None:

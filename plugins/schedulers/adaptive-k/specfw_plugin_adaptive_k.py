@@ -1,10 +1,11 @@
 """The scheduler `adaptive-k`: each request drafts the tree that brings most tokens a second.
 
 Acceptance is estimated by depth and sibling from tested tokens, apart for drafts after one that was
-kept whole, and gives the best tree of each size by
-dynamic programming; costs are measured while running. The best of all sizes is taken: for chains, the
-formula in Leviathan et al., arXiv 2211.17192, with both in place of constants. Where none pays, nothing
-is drafted but for a probe now and then.
+kept whole, and gives the best tree of each size by dynamic programming; costs are measured while running.
+That size is taken which brings most tokens beyond what its time is worth. Drafts differ, and one that
+offers much is rare: the most tokens a second of a drafted step, as in Leviathan et al., arXiv 2211.17192,
+would value the time at what it brings in a good step, and draft too little in that one. Where no size
+pays, nothing is drafted but for a probe now and then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from specfw.acceptance import AcceptanceByRequest
+from specfw.acceptance import Acceptance, AcceptanceByRequest
 from specfw.components import Component, Options
 from specfw.contracts import (
     API_VERSION,
@@ -25,7 +26,7 @@ from specfw.contracts import (
     SchedulerView,
     TargetInfo,
 )
-from specfw.costs import StepCosts
+from specfw.costs import Pace, StepCosts
 from specfw.hookspecs import hookimpl
 from specfw.probing import Probe
 from specfw.shapes import Shape
@@ -47,13 +48,13 @@ class AdaptiveKOptions(Options):
     min_depth: Annotated[int, Field(ge=0)] = 0
     """Draft nodes on one path, at least; 0 lets drafting be switched off."""
     start: Annotated[int, Field(ge=0)] = 8
-    """The nodes of a request's first drafts."""
+    """The nodes of a request's first drafts, unless those of all requests show that none pays."""
     warmup: Annotated[int, Field(ge=0)] = 2
     """Drafts of a request before their size changes."""
     memory: Annotated[float, Field(gt=1.0)] = 32.0
     """Drafts after which evidence counts 1/e."""
     margin: Annotated[float, Field(ge=0.0)] = 0.02
-    """The share by which drafting must be faster than with `min_depth`."""
+    """Tokens a step that drafts must bring, beyond what their time is worth, over those of `min_depth`."""
     probe_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
     """The most time that drafts may take, as a share, while drafting is switched off."""
     carry_over: bool = False
@@ -87,6 +88,7 @@ class AdaptiveKScheduler(Scheduler):
         self._most = DraftLimits(options.max_nodes, options.max_depth, options.max_width)
         self._costs = StepCosts()
         self._acceptance = AcceptanceByRequest(options.memory, options.carry_over)
+        self._pace = Pace()
         self._probe = Probe(options.probe_share)
         self._probed: list[RequestView] = []
 
@@ -117,6 +119,7 @@ class AdaptiveKScheduler(Scheduler):
 
     def observe(self, feedback: Feedback) -> None:
         self._costs.observe(feedback)
+        self._pace.observe(feedback, self._costs)
         self._acceptance.observe(feedback)
         if self._probed and feedback.requests:
             probed = [i for i, one in enumerate(feedback.requests) if one in self._probed]
@@ -133,19 +136,24 @@ class AdaptiveKScheduler(Scheduler):
         """What one request should draft, of at most `most`; `seconds` by nodes."""
         options = self._options
         if self._acceptance.steps_of(request) < options.warmup:
+            if not self._best(self._acceptance.of_all, self._most, seconds).nodes:
+                return DraftLimits()  # probes must show that this request is unlike all others
             depth = min(options.start, options.max_depth)
             return DraftLimits(options.start, depth, options.max_width)
         if not options.min_depth and not self._costs.measured(rows):
             return DraftLimits()
+        return self._best(self._acceptance.of(request), most, seconds).limits
 
-        def rate(shape: Shape) -> float:
-            return shape.tokens / seconds[shape.nodes]
+    def _best(self, acceptance: Acceptance, most: DraftLimits, seconds: Sequence[float]) -> Shape:
+        """The tree that brings most tokens beyond what its time is worth; the least one if none pays."""
 
-        shapes = self._acceptance.of(request).shapes(most)
-        least, *deeper = [s for s in shapes if s.depth >= options.min_depth] or shapes[-1:]
-        best = max((least, *deeper), key=rate)  # the smallest of equals
-        pays = rate(best) > (1 + options.margin) * rate(least)
-        return (best if pays else least).limits
+        def worth(shape: Shape) -> float:
+            return shape.tokens - self._pace.now * seconds[shape.nodes] / seconds[0]
+
+        shapes = acceptance.shapes(most)
+        least, *deeper = [s for s in shapes if s.depth >= self._options.min_depth] or shapes[-1:]
+        best = max((least, *deeper), key=worth)  # the smallest of equals
+        return best if worth(best) > worth(least) + self._options.margin else least
 
 
 @hookimpl

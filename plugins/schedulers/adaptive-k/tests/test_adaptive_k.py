@@ -99,6 +99,19 @@ def test_what_is_known_of_a_request_ends_with_it() -> None:
     assert not len(scheduler._acceptance)
 
 
+def test_a_useless_drafter_gets_no_start_from_further_requests() -> None:
+    """Hope for every new request would cost each of them the time of its first drafts."""
+    world = World(lambda depth: 0.0, lambda rows: 1.0 + 0.05 * rows, lambda nodes: 0.01 * nodes)
+    scheduler = AdaptiveKScheduler()
+    world.run(scheduler, [SimulatedRequest(0)], 200)
+    world.depths.clear()
+    world.run(scheduler, [SimulatedRequest(1)], 20)
+    assert max(depth for [depth] in world.depths) <= 2
+    good = World(lambda depth: 0.9, lambda rows: 1.0 + 0.05 * rows, lambda nodes: 0.01 * nodes)
+    good.run(scheduler, [SimulatedRequest(2)], 100)
+    assert good.depths[-1] == [8]  # probes have shown that this one is another
+
+
 def test_caps_win() -> None:
     """The last tokens of a request leave no room for a draft."""
     scheduler = AdaptiveKScheduler()
