@@ -8,6 +8,7 @@ no row's result depends on the others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -66,19 +67,40 @@ class W8A8(_IntLinear):
     def _product(self, rows: Tensor) -> Tensor:
         exact = rows.float()
         scale = (exact.abs().amax(-1, keepdim=True) / 127).clamp_min_(1e-12)
-        values = exact.div(scale).round_().to(torch.int8)
-        return (self._int_product(values) * scale).to(rows.dtype)
+        values = exact.div(scale).round_()
+        product = _int_product(values, self.weight, self.scale, self.zero, _offset())
+        return (product * scale).to(rows.dtype)
 
-    def _int_product(self, values: Tensor) -> Tensor:
-        product = torch.ops.onednn.qlinear_pointwise
-        scaled: Tensor = product(
-            values,
-            *(1.0, 0),  # scale and zero point of the rows, which come later
-            *(self.weight, self.scale, self.zero, None),
-            *(1.0, 0, torch.float32),  # what comes out is not quantised
-            *("none", [], ""),  # and nothing is done with it
-        )
-        return scaled
+
+def _int_product(
+    values: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, offset: int
+) -> Tensor:
+    """Whole numbers from -127 to 127, passed on with an offset, times packed weights with their scales."""
+    product = torch.ops.onednn.qlinear_pointwise
+    scaled: Tensor = product(
+        values.add(offset).to(torch.uint8 if offset else torch.int8),
+        *(1.0, offset),  # scale and zero point of the rows; the scale comes later
+        *(weight, scale, zero, None),
+        *(1.0, 0, torch.float32),  # what comes out is not quantised
+        *("none", [], ""),  # and nothing is done with it
+    )
+    return scaled
+
+
+@cache
+def _offset() -> int:
+    """128 where unsigned products are exact, else 0.
+
+    Many CPUs multiply unsigned by signed numbers hundreds of times faster than signed by signed ones, but those
+    without instructions for it add pairs of products in 16 bits, which the largest overflow.
+    """
+    count = 64
+    weight = torch.ops.onednn.qlinear_prepack(
+        torch.full((count, count), 127, dtype=torch.int8), None
+    )
+    ones, zeros = torch.ones(count), torch.zeros(count, dtype=torch.int32)
+    product = _int_product(torch.full((1, count), 127.0), weight, ones, zeros, 128)
+    return 128 if bool((product == count * 127 * 127).all()) else 0
 
 
 class W8A16(_IntLinear):

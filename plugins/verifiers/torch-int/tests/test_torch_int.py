@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import specfw_plugin_torch_int.layers as layers
 import torch
 from specfw_plugin_torch_int import TorchIntLoader, TorchIntOptions
 from specfw_plugin_torch_int.layers import SCHEMES
@@ -42,6 +43,30 @@ def test_layers_multiply_by_the_rounded_weights(scheme: str, dtype: str, bias: b
     error = (layer(x).double() - expected).abs().max() / expected.std()
     rounding = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
     assert float(error) < (0.05 if scheme == "w8a8" else rounding)  # w8a8 rounds x too
+
+
+@pytest.mark.parametrize("offset", [0, 128])
+def test_int_products_are_exact(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that adds products in 16 bits overflows at the largest; it must not be chosen."""
+    if offset > layers._offset():
+        pytest.skip("unsigned products overflow on this machine, and are not used")
+    monkeypatch.setattr(layers, "_offset", lambda: offset)
+    linear = nn.Linear(96, 16, bias=False).requires_grad_(False)
+    linear.weight[:8], linear.weight[8:] = 1.0, -1.0
+    linear.weight[3, ::2] = -1.0
+    layer = SCHEMES["w8a8"](linear)
+    x = torch.ones(5, 96)
+    x[1], x[2, ::2] = -1.0, -1.0
+    assert torch.allclose(layer(x), x @ linear.weight.T, atol=1e-4)
+
+
+def test_where_unsigned_products_overflow_signed_ones_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The check of the kernel must be able to fail."""
+    product = layers._int_product
+    monkeypatch.setattr(layers, "_int_product", lambda *args: product(*args).clamp(-(2**15), 2**15))
+    assert layers._offset.__wrapped__() == 0
 
 
 def test_rows_of_zeros_stay_zero() -> None:
