@@ -114,7 +114,8 @@ def test_what_is_known_of_all_is_passed_on() -> None:
     """One request's evidence is another's beginning, if that is wished."""
     requests = [SimulatedRequest(0), SimulatedRequest(1)]
     told = Feedback(requests[:1], [[0]], [[]], [1], tested=[1], ranks=[[]], siblings=[[1]])
-    for carry_over, like in ((True, 0.4), (False, 0.8)):
+    in_burst = 0.8 * 2 / 3  # whose doubt is 2; a new request is hoped to be in one
+    for carry_over, like in ((True, in_burst), (False, 0.8)):
         known = AcceptanceByRequest(32.0, carry_over)
         known.observe(told)
         assert next(known.of(requests[0]).rates()) == pytest.approx(0.4)
