@@ -117,6 +117,17 @@ def test_curve_never_falls(measurements: list[tuple[int, float]]) -> None:
     assert all(0 < value < math.inf for value in curve.points().values())
 
 
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=60))
+def test_curve_stays_within_what_was_measured(counts: list[int]) -> None:
+    """On a machine that keeps its speed, following it must change nothing."""
+    curve = CostCurve()
+    for rows in counts:
+        curve.add(rows, 1.0 + 0.1 * rows)
+    assert curve.points() == pytest.approx({rows: 1.0 + 0.1 * rows for rows in set(counts)})
+    low, high = 1.0 + 0.1 * min(counts), 1.0 + 0.1 * max(counts)
+    assert all(low - 1e-9 <= curve(rows) <= high + 1e-9 for rows in counts)
+
+
 def test_a_machine_that_slows_down_makes_no_count_look_dear() -> None:
     """Counts that were last measured while the machine was fast would seem cheap beside those measured now."""
     curve = CostCurve()
