@@ -6,7 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -114,9 +114,29 @@ class Bound(Generic[T_co]):
             )
         return built
 
+    def with_inner(self, change: Callable[[Bound[Any]], Bound[Any]]) -> Bound[T_co]:
+        """This component with what `change` makes of each component in its options, those inside them left to it."""
+        changed = {
+            name: new
+            for name, value in self.options
+            if (new := _changed(value, change)) is not value
+        }
+        return replace(self, options=self.options.model_copy(update=changed))
+
     def settings(self) -> dict[str, Any]:
         """The mapping that refers to this component, with every option's value in JSON's types."""
         return {"name": self.name, **self.options.model_dump(mode="json")}
+
+
+def _changed(value: Any, change: Callable[[Bound[Any]], Bound[Any]]) -> Any:
+    """An option's value with each component in it changed; the very value if it has none."""
+    if isinstance(value, Bound):
+        return change(value)
+    if not isinstance(value, (tuple, list)):
+        return value
+    changed = [_changed(one, change) for one in value]
+    same = all(new is old for new, old in zip(changed, value, strict=True))
+    return value if same else type(value)(changed)
 
 
 def _bind_nested(kind: Kind, value: object, info: ValidationInfo) -> Bound[Any]:

@@ -166,20 +166,13 @@ def with_nodes(config: PipelineConfig, nodes: int | None) -> PipelineConfig:
     return PipelineConfig(**settings)
 
 
-def _widened(value: Any, nodes: int) -> Any:
-    """A component's options, and those of the components in them, with `max_nodes` where it was not set."""
-    if isinstance(value, tuple):
-        return tuple(_widened(one, nodes) for one in value)
-    if not isinstance(value, Bound):
-        return value
-    options = value.options
-    changed = {
-        name: nodes
-        if name == "max_nodes" and name not in options.model_fields_set
-        else _widened(getattr(options, name), nodes)
-        for name in type(options).model_fields
-    }
-    return replace(value, options=options.model_copy(update=changed))
+def _widened(component: Bound[Any], nodes: int) -> Bound[Any]:
+    """A component, and those in its options, with `max_nodes` where it was not set."""
+    filled = component.with_inner(lambda inner: _widened(inner, nodes))
+    options = component.options
+    if "max_nodes" not in type(options).model_fields or "max_nodes" in options.model_fields_set:
+        return filled
+    return replace(filled, options=filled.options.model_copy(update={"max_nodes": nodes}))
 
 
 def _as_prompt(pipeline: Pipeline, text: str) -> Any:

@@ -71,24 +71,7 @@ def on_tables(bound: Bound[Any], manager: PluginManager, vocab_size: int) -> Bou
         return manager.bind(
             "target", {"name": "table", "vocab_size": vocab_size, "seed": _DRAFT_SEED}
         )
-    replaced = {
-        name: _replace(value, manager, vocab_size)
-        for name, value in bound.options
-        if _is_component(value)
-    }
-    return Bound(bound.kind, bound.name, bound.component, bound.options.model_copy(update=replaced))
-
-
-def _is_component(value: object) -> bool:
-    return isinstance(value, Bound) or (
-        isinstance(value, (tuple, list)) and any(map(_is_component, value))
-    )
-
-
-def _replace(value: Any, manager: PluginManager, vocab_size: int) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_replace(one, manager, vocab_size) for one in value)
-    return on_tables(value, manager, vocab_size) if isinstance(value, Bound) else value
+    return bound.with_inner(lambda inner: on_tables(inner, manager, vocab_size))
 
 
 def _shifted(

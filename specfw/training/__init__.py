@@ -20,19 +20,22 @@ if TYPE_CHECKING:
         target_logits,
     )
     from specfw.training.files import whole_file, whole_folder
-    from specfw.training.loop import LoopSettings, Problem, train_loop
     from specfw.training.options import WeightsOptions
     from specfw.training.run import TrainingRun
     from specfw.training.texts import Shard, Texts
-    from specfw.training.weights import TEXT_TOKENS, read_batches, room_for_weights, trainable
+    from specfw.training.weights import (
+        TEXT_TOKENS,
+        read_batches,
+        room_for_weights,
+        train_weights,
+        trainable,
+    )
 
 __all__ = [
     "TEXT_TOKENS",
     "Batch",
     "Batches",
     "Features",
-    "LoopSettings",
-    "Problem",
     "Shard",
     "Texts",
     "TrainingRun",
@@ -45,7 +48,7 @@ __all__ = [
     "read_batches",
     "room_for_weights",
     "target_logits",
-    "train_loop",
+    "train_weights",
     "trainable",
     "whole_file",
     "whole_folder",
@@ -57,8 +60,6 @@ __getattr__ = lazy_names(
         "Batch": "specfw.training.batches",
         "Batches": "specfw.training.batches",
         "Features": "specfw.training.features",
-        "LoopSettings": "specfw.training.loop",
-        "Problem": "specfw.training.loop",
         "Shard": "specfw.training.texts",
         "Texts": "specfw.training.texts",
         "TEXT_TOKENS": "specfw.training.weights",
@@ -66,6 +67,7 @@ __getattr__ = lazy_names(
         "WeightsOptions": "specfw.training.options",
         "read_batches": "specfw.training.weights",
         "room_for_weights": "specfw.training.weights",
+        "train_weights": "specfw.training.weights",
         "trainable": "specfw.training.weights",
         "frequent_tokens": "specfw.training.batches",
         "check_laws": "specfw.training.features",
@@ -73,7 +75,6 @@ __getattr__ = lazy_names(
         "layer_number": "specfw.training.features",
         "quiet_transformers": "specfw.targets.transformers",
         "target_logits": "specfw.training.features",
-        "train_loop": "specfw.training.loop",
         "whole_file": "specfw.training.files",
         "whole_folder": "specfw.training.files",
     },

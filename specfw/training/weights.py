@@ -1,18 +1,19 @@
-"""What all trainers with weights begin with: batches of texts with hidden states, and weights to train."""
+"""What all trainers with weights share: batches of texts with hidden states, weights to train, and how they are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from specfw.training.batches import Batches
 from specfw.training.features import Features
+from specfw.training.loop import LoopSettings, Problem, Progress, train_loop
 from specfw.training.options import WeightsOptions
 from specfw.training.run import TrainingRun
 
-__all__ = ["TEXT_TOKENS", "read_batches", "room_for_weights", "trainable"]
+__all__ = ["TEXT_TOKENS", "read_batches", "room_for_weights", "train_weights", "trainable"]
 
 TEXT_TOKENS = 512
 """Tokens of each text that are learned from, from its beginning."""
@@ -37,6 +38,34 @@ def trainable(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
         name: value.detach().to(device, torch.float32, copy=True).requires_grad_()
         for name, value in tensors.items()
     }
+
+
+def train_weights(
+    run: TrainingRun,
+    trainer: str,
+    options: WeightsOptions,
+    parameters: dict[str, Tensor],
+    loss: Callable[[int], tuple[Tensor, Mapping[str, float]]],
+    constants: dict[str, Tensor] | None = None,
+    **about: object,
+) -> tuple[dict[str, Tensor], Progress]:
+    """Train as a trainer's options say; a later run goes on with the same ones, more `steps` apart.
+
+    Args:
+        run: where checkpoints go, and how long it may take.
+        trainer: its name.
+        options: rate and steps; a run with others is another run.
+        parameters: trained in place, float32, by name.
+        loss: of a step, by the step's number, with numbers to report.
+        constants: what later runs must know besides; a run that goes on takes up those of the first.
+        about: what else a later run must share.
+
+    Returns:
+        The averaged weights, and how training went.
+    """
+    settings = {"trainer": trainer, **options.model_dump(mode="json", exclude={"steps"}), **about}
+    problem = Problem(parameters, loss, {} if constants is None else constants, settings)
+    return train_loop(problem, run, LoopSettings(rate=options.rate), options.steps)
 
 
 def room_for_weights(

@@ -18,15 +18,13 @@ from specfw.errors import ConfigError
 from specfw.training import (
     TEXT_TOKENS,
     Batch,
-    LoopSettings,
-    Problem,
     TrainingRun,
     check_laws,
     frequent_tokens,
     read_batches,
     room_for_weights,
     target_logits,
-    train_loop,
+    train_weights,
     trainable,
 )
 from specfw_plugin_eagle.beginning import make_beginning
@@ -93,15 +91,15 @@ class EagleTrainer(Trainer):
             run.seed,
         )
         learner = _Learner(beginning, run.target, options, self._last)
-        problem = Problem(
+        averaged, progress = train_weights(
+            run,
+            "eagle",
+            options,
             learner.parameters,
             lambda step: learner.loss(batches.draw(step)),
             learner.constants,
-            {"trainer": "eagle", **options.model_dump(mode="json", exclude={"steps"})},
         )
-        settings = LoopSettings(rate=options.rate)
-        averaged, progress = train_loop(problem, run, settings, options.steps)
-        made = learner.checkpoint({**averaged, **problem.constants})
+        made = learner.checkpoint({**averaged, **learner.constants})
         write_checkpoint(made, run.target, run.folder)
         return Trained({"name": "eagle", "path": str(run.folder)}, progress.facts())
 

@@ -13,15 +13,13 @@ from specfw.errors import ConfigError
 from specfw.fingerprint import fingerprint
 from specfw.training import (
     Batch,
-    LoopSettings,
-    Problem,
     TrainingRun,
     check_laws,
     final_norm,
     read_batches,
     room_for_weights,
     target_logits,
-    train_loop,
+    train_weights,
     trainable,
     whole_file,
 )
@@ -80,11 +78,7 @@ class AdapterTrainer(Trainer):
                 options.places, chosen,
             )  # fmt: skip
 
-        about = {"trainer": "early-exit", **options.model_dump(mode="json", exclude={"steps"})}
-        problem = Problem(parameters, loss, about=about)
-        averaged, progress = train_loop(
-            problem, run, LoopSettings(rate=options.rate), options.steps
-        )
+        averaged, progress = train_weights(run, "early-exit", options, parameters, loss)
         adapter.load_state_dict({name: value.cpu() for name, value in averaged.items()})
         path = run.folder / "adapter.safetensors"
         with whole_file(path) as aside:

@@ -15,8 +15,6 @@ from specfw.fingerprint import KEY, fingerprint
 from specfw.training import (
     TEXT_TOKENS,
     Batch,
-    LoopSettings,
-    Problem,
     TrainingRun,
     check_laws,
     frequent_tokens,
@@ -24,7 +22,7 @@ from specfw.training import (
     read_batches,
     room_for_weights,
     target_logits,
-    train_loop,
+    train_weights,
     trainable,
     whole_file,
 )
@@ -82,22 +80,18 @@ class MedusaTrainer(Trainer):
             constants = {"token_map": frequent_tokens(batches.shards, target, options.vocab)}
         beginning = self._begin() if self._start is None else _named(self._start.heads)
         parameters = trainable(beginning, target.device)
-        problem = Problem(
-            parameters,
-            lambda step: heads_loss(
-                _heads(parameters, problem.constants, target), target, batches.draw(step), last
-            ),
-            constants,
-            {"trainer": "medusa", **options.model_dump(mode="json", exclude={"steps"})},
-        )
-        averaged, progress = train_loop(
-            problem, run, LoopSettings(rate=options.rate), options.steps
-        )
+
+        def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+            return heads_loss(
+                _heads(parameters, constants, target), target, batches.draw(step), last
+            )
+
+        averaged, progress = train_weights(run, "medusa", options, parameters, loss, constants)
         tensors = {
             name: value.to(target.dtype).cpu().contiguous() for name, value in averaged.items()
         }
         with whole_file(run.folder / "medusa_lm_head.safetensors") as aside:
-            save_file({**tensors, **problem.constants}, aside, {KEY: fingerprint(target)})
+            save_file({**tensors, **constants}, aside, {KEY: fingerprint(target)})
         return Trained({"name": "medusa", "path": str(run.folder)}, progress.facts())
 
     def _begin(self) -> dict[str, Tensor]:

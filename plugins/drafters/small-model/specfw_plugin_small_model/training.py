@@ -19,8 +19,6 @@ from specfw.fingerprint import KEY, fingerprint
 from specfw.training import (
     TEXT_TOKENS,
     Batch,
-    LoopSettings,
-    Problem,
     TrainingRun,
     check_laws,
     layer_number,
@@ -28,7 +26,7 @@ from specfw.training import (
     read_batches,
     room_for_weights,
     target_logits,
-    train_loop,
+    train_weights,
     trainable,
     whole_folder,
 )
@@ -97,16 +95,8 @@ class DraftModelTrainer(Trainer):
                 student, parameters, target, batches.draw(step), last, options.places, chosen
             )
 
-        about = {
-            "trainer": "small-model",
-            **options.model_dump(mode="json", exclude={"steps"}),
-            "layers": self._layers,
-        }
-        averaged, progress = train_loop(
-            Problem(parameters, loss, about=about),
-            run,
-            LoopSettings(rate=options.rate),
-            options.steps,
+        averaged, progress = train_weights(
+            run, "small-model", options, parameters, loss, layers=self._layers
         )
         student.load_state_dict(averaged, strict=False)
         _write(student.model, run)
