@@ -40,6 +40,21 @@ _EXACT = 16
 _BUCKETS_PER_DOUBLING = 4
 
 
+class _Level:
+    """The machine's speed of late: the median of what recent passes took against what was expected of them."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self._recent: deque[float] = deque(maxlen=_LEVEL)
+
+    def follow(self, seconds: float, expected: float) -> None:
+        """Take in a pass."""
+        if seconds > 0 and expected > 0:
+            self._recent.append(seconds / expected)
+        if len(self._recent) >= _KNOWN:
+            self.now = median(self._recent)
+
+
 class CostCurve:
     """Seconds as a function of a count, such as the rows of a pass: rising, learned while running.
 
@@ -49,17 +64,23 @@ class CostCurve:
 
     The machine's speed wanders, and counts that were last measured at another time would look too dear or
     too cheap beside the others. So measurements are kept relative to the level of their time, the median
-    of what recent ones took against the curve.
+    of what recent ones took against the curve. Curves of one machine share it.
 
     A profile says what was not measured yet, as many times dearer as what was measured nearby turned
     out to be: it was taken with one request, and passes over several cost more.
     """
 
-    def __init__(self, profile: Mapping[int, float] | None = None) -> None:
-        """Start with seconds by count, each of them a median, that were measured before."""
+    def __init__(
+        self, profile: Mapping[int, float] | None = None, beside: CostCurve | None = None
+    ) -> None:
+        """Start with seconds by count, each of them a median, that were measured before.
+
+        Args:
+            profile: seconds by count.
+            beside: another curve of the same machine, measured in the same time.
+        """
         self._profile = dict(sorted((profile or {}).items()))
-        self._level = 1.0
-        self._against_curve: deque[float] = deque(maxlen=_LEVEL)
+        self._level = beside._level if beside else _Level()
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._middles: dict[int, tuple[float, float]] = {}
         """Mean count and median of each bucket, relative to the level."""
@@ -71,19 +92,11 @@ class CostCurve:
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
         if self._profile or self.measurements(count) >= _KNOWN:
-            self._follow(count, seconds)
+            self._level.follow(seconds, self._relative(count))
         bucket = _bucket(count)
         measured = self._buckets.setdefault(bucket, deque(maxlen=_RECENT))
-        measured.append((count, seconds / self._level))
+        measured.append((count, seconds / self._level.now))
         self._changed.add(bucket)
-
-    def _follow(self, count: int, seconds: float) -> None:
-        """Set the level by a measurement more."""
-        expected = self._relative(count)
-        if seconds > 0 and expected > 0:
-            self._against_curve.append(seconds / expected)
-        if len(self._against_curve) >= _KNOWN:
-            self._level = median(self._against_curve)
 
     def measurements(self, count: int) -> int:
         """How often a count was measured that is not told apart from this one."""
@@ -105,7 +118,7 @@ class CostCurve:
 
     def __call__(self, count: float) -> float:
         """Seconds for a count; 0 before any measurement."""
-        return self._level * self._relative(count)
+        return self._level.now * self._relative(count)
 
     def _relative(self, count: float) -> float:
         counts, seconds = self._points()
@@ -121,9 +134,15 @@ class CostCurve:
         share = (count - counts[place - 1]) / (counts[place] - counts[place - 1])
         return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
 
+    @property
+    def least(self) -> float:
+        """The smallest count of which something is known; 0 if there is none."""
+        counts, _ = self._points()
+        return counts[0] if counts else 0.0
+
     def points(self) -> dict[float, float]:
         """The curve's own points: count -> seconds."""
-        return {count: self._level * one for count, one in zip(*self._points(), strict=True)}
+        return {count: self._level.now * one for count, one in zip(*self._points(), strict=True)}
 
     def _points(self) -> tuple[list[float], list[float]]:
         if self._changed:
@@ -193,13 +212,21 @@ def _rising(values: list[float], weights: list[float]) -> list[float]:
 
 
 class StepCosts:
-    """What steps cost: the target pass by its rows, drafting by the most nodes of one request."""
+    """What steps cost: the target pass by its rows, drafting by the most nodes of one request.
 
-    def __init__(self, target: Mapping[int, float] | None = None) -> None:
+    Passes with drafts have a curve of their own. At the same rows they cost more than passes in which each of
+    more requests has one: rows of one request attend to each other, and drafts are verified.
+    """
+
+    def __init__(self, passes: Mapping[int, float] | None = None) -> None:
         """Start with a profile of the target pass, seconds by rows."""
-        self.target = CostCurve(target)
+        self._profile(passes)
         self.drafting = CostCurve()
         self.drafting.add(0, 0.0)
+
+    def _profile(self, passes: Mapping[int, float] | None) -> None:
+        self.plain = CostCurve(passes)
+        self.drafted = CostCurve(passes, beside=self.plain)
 
     def learn_of(self, target: TargetInfo, profile: str | None) -> None:
         """Take in what is known before the first step.
@@ -213,17 +240,17 @@ class StepCosts:
             ConfigError: the file cannot be read or is something else.
         """
         if profile == "auto":
-            self.target = CostCurve(target.pass_seconds() if target.pass_seconds else None)
+            self._profile(target.pass_seconds() if target.pass_seconds else None)
         elif profile is not None:
-            self.target = CostCurve(read_profile(profile))
+            self._profile(read_profile(profile))
 
     def measured(self, rows: int) -> bool:
-        """Whether steps of so many rows were timed often enough for others to be compared with them."""
-        return self.target.measured(rows)
+        """Whether steps of so many rows, none of them drafts, were timed often enough to compare others with."""
+        return self.plain.measured(rows)
 
     def knows(self, rows: int) -> bool:
         """Whether that is so, or a profile says what they take."""
-        return self.target.profiled or self.measured(rows)
+        return self.plain.profiled or self.measured(rows)
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from a step's phases.
@@ -235,22 +262,41 @@ class StepCosts:
         if not feedback.seconds or not feedback.rows or reads:
             return
         draft = feedback.seconds.get("draft", 0.0)
-        self.target.add(feedback.rows, sum(feedback.seconds.values()) - draft)
-        if most := max(feedback.drafted, default=0):
+        most = max(feedback.drafted, default=0)
+        curve = self.drafted if most else self.plain
+        curve.add(feedback.rows, sum(feedback.seconds.values()) - draft)
+        if most:
             self.drafting.add(most, draft)
 
     def extra(self, feedback: Feedback) -> float:
         """What drafting took more in a step, in the time of the step without it."""
-        plain = self.target(feedback.rows - sum(feedback.drafted))
-        pass_more = self.target(feedback.rows) - plain
-        return (pass_more + feedback.seconds.get("draft", 0.0)) / plain if plain else 0.0
+        nodes = sum(feedback.drafted)
+        rows = feedback.rows - nodes
+        plain = self.plain(rows)
+        more = self._pass(rows, nodes) - plain
+        return (more + feedback.seconds.get("draft", 0.0)) / plain if plain else 0.0
 
-    def __call__(self, rows: int, most_nodes: int) -> float:
-        """Seconds of a step of `rows`, drafts included, with at most `most_nodes` for one request.
+    def __call__(self, rows: int, nodes: int, most_nodes: int) -> float:
+        """Seconds of a step.
 
         Without any measurement, every step costs the same.
+
+        Args:
+            rows: of the target pass without drafts.
+            nodes: of all drafts.
+            most_nodes: of one request, at most.
         """
-        return (self.target(rows) + self.drafting(most_nodes)) or 1.0
+        return (self._pass(rows, nodes) + self.drafting(most_nodes)) or 1.0
+
+    def _pass(self, rows: int, nodes: int) -> float:
+        """Seconds of a target pass; with drafts at least as many as without."""
+        plain = self.plain(rows)
+        if not nodes:
+            return plain
+        least = self.drafted.least
+        if rows + nodes < least:  # on the way from a pass without drafts to the smallest that is known
+            return plain + nodes / (least - rows) * max(0.0, self.drafted(least) - plain)
+        return max(plain, self.drafted(rows + nodes))
 
 
 class Pace:

@@ -88,11 +88,11 @@ def test_schedulers_know_costs_from_the_first_step() -> None:
     """A scheduler that is told must not try out what cannot pay; one that is not told must."""
     view = SchedulerView([SimulatedRequest()], [DraftLimits(8, 8, 1)], 1)
     with Pipeline.from_config({"target": "table"}) as pipeline:
-        for profile, expected in (("auto", [0.1, 0.8]), (None, [0.0, 0.0])):
+        for profile, expected in (("auto", [0.1, 0.8]), (None, [1.0, 1.0])):
             options = AdaptiveKOptions(profile=profile)
             scheduler = AdaptiveKScheduler(options)
             info = pipeline.engine.info
             object.__setattr__(info, "pass_seconds", lambda: {1: 0.1, 8: 0.8})
             scheduler.attach(info)
-            assert [scheduler._costs.target(rows) for rows in (1, 8)] == expected
+            assert [scheduler._costs(1, nodes, 0) for nodes in (0, 7)] == expected
             assert scheduler.plan(view)

@@ -160,17 +160,18 @@ def test_pace_is_the_price_of_time() -> None:
 def test_step_costs_part_the_phases() -> None:
     """Drafting that counted as target time would make every row look dear."""
     costs = StepCosts()
-    assert costs(1, 0) == costs(9, 4) == 1.0  # nothing is known
+    assert costs(1, 0, 0) == costs(5, 4, 4) == 1.0  # nothing is known
     seconds = {"plan": 0.1, "draft": 4.0, "forward": 0.8, "commit": 0.1}
     requests = [SimulatedRequest(0), SimulatedRequest(1)]
     costs.observe(Feedback(requests, [], [], [2, 4], rows=8, seconds=seconds))
-    assert costs.target(8) == pytest.approx(1.0)
+    assert costs(2, 6, 0) == pytest.approx(1.0)
     assert costs.drafting(4) == pytest.approx(4.0)
     assert costs.drafting(2) == pytest.approx(2.0)
     costs.observe(Feedback([], [], [], [3]))  # no times, nothing learned
     assert costs.drafting(4) == pytest.approx(4.0)
     costs.observe(Feedback(requests, [], [], [0, 0], rows=40, seconds={"forward": 9.0}))  # a prompt
-    assert costs.target(40) == pytest.approx(1.0)
+    assert costs(40, 0, 0) == 1.0
+    assert costs(2, 38, 0) == pytest.approx(1.0)
 
 
 def test_what_a_step_takes_is_known_from_its_neighbours() -> None:

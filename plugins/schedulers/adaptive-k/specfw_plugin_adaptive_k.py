@@ -98,7 +98,7 @@ class AdaptiveKScheduler(Scheduler):
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         count = len(view.requests)
         seconds = [
-            self._costs(view.rows + count * nodes, nodes)
+            self._costs(view.rows, count * nodes, nodes)
             for nodes in range(self._options.max_nodes + 1)
         ]
         limits = [

@@ -111,11 +111,11 @@ class GoodputScheduler(Scheduler):
         worth.sort(key=lambda node: -node[0])  # a request's own nodes stay in order
         nodes, best = [*none], none
         tokens = float(len(shapes))
-        highest = tokens / self._costs(view.rows, 0) * (1 + self._options.margin)
+        highest = tokens / self._costs(view.rows, 0, 0) * (1 + self._options.margin)
         for total, (gain, i) in enumerate(worth, 1):
             tokens += gain
             nodes[i] += 1
-            rate = tokens / self._costs(view.rows + total, max(nodes))
+            rate = tokens / self._costs(view.rows, total, max(nodes))
             if rate > highest:
                 highest, best = rate, [*nodes]
         return best
