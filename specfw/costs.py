@@ -35,6 +35,9 @@ _KNOWN = 3
 """Measurements that tell what a step takes."""
 _LEVEL = 9
 """Measurements of which the level is the median."""
+_STALE = 128
+"""Steps after which the time of steps without drafts is measured anew: by drafts alone, a machine that became
+slower is not to be told from drafts that became dearer."""
 _EXACT = 16
 """Up to this many rows, each count has a bucket of its own."""
 _BUCKETS_PER_DOUBLING = 4
@@ -101,11 +104,6 @@ class CostCurve:
     def measurements(self, count: int) -> int:
         """How often a count was measured that is not told apart from this one."""
         return len(self._buckets.get(_bucket(count), ()))
-
-    @property
-    def profiled(self) -> bool:
-        """Whether there is a profile."""
-        return bool(self._profile)
 
     def measured(self, count: int) -> bool:
         """Whether counts at most a third away were measured often enough for others to be compared with them."""
@@ -223,6 +221,9 @@ class StepCosts:
         self._profile(passes)
         self.drafting = CostCurve()
         self.drafting.add(0, 0.0)
+        self._steps = 0
+        self._plain_steps: dict[int, int] = {}
+        """The last step without drafts, by its rows."""
 
     def _profile(self, passes: Mapping[int, float] | None) -> None:
         self.plain = CostCurve(passes)
@@ -245,12 +246,12 @@ class StepCosts:
             self._profile(read_profile(profile))
 
     def measured(self, rows: int) -> bool:
-        """Whether steps of so many rows, none of them drafts, were timed often enough to compare others with."""
-        return self.plain.measured(rows)
-
-    def knows(self, rows: int) -> bool:
-        """Whether that is so, or a profile says what they take."""
-        return self.plain.profiled or self.measured(rows)
+        """Whether steps of so many rows, none of them drafts, were timed often and lately enough to compare with."""
+        lately = (
+            self._steps - step < _STALE and 3 * abs(count - rows) <= rows
+            for count, step in self._plain_steps.items()
+        )
+        return self.plain.measured(rows) and any(lately)
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from a step's phases.
@@ -265,8 +266,11 @@ class StepCosts:
         most = max(feedback.drafted, default=0)
         curve = self.drafted if most else self.plain
         curve.add(feedback.rows, sum(feedback.seconds.values()) - draft)
+        self._steps += 1
         if most:
             self.drafting.add(most, draft)
+        else:
+            self._plain_steps[feedback.rows] = self._steps
 
     def extra(self, feedback: Feedback) -> float:
         """What drafting took more in a step, in the time of the step without it."""
@@ -294,7 +298,9 @@ class StepCosts:
         if not nodes:
             return plain
         least = self.drafted.least
-        if rows + nodes < least:  # on the way from a pass without drafts to the smallest that is known
+        if (
+            rows + nodes < least
+        ):  # on the way from a pass without drafts to the smallest that is known
             return plain + nodes / (least - rows) * max(0.0, self.drafted(least) - plain)
         return max(plain, self.drafted(rows + nodes))
 

@@ -179,12 +179,44 @@ def test_what_a_step_takes_is_known_from_its_neighbours() -> None:
     costs = StepCosts()
     requests = [SimulatedRequest(i) for i in range(12)]
     for _ in range(3):
-        assert not costs.knows(12)
+        assert not costs.measured(12)
         costs.observe(Feedback(requests, [], [], [0] * 12, rows=12, seconds={"forward": 1.0}))
-    assert costs.knows(12)
-    assert costs.knows(10)
-    assert not costs.knows(8)
-    assert not costs.knows(1)
+    assert costs.measured(12)
+    assert costs.measured(10)
+    assert not costs.measured(8)
+    assert not costs.measured(1)
+
+
+def test_drafts_alone_do_not_tell_what_plain_steps_take() -> None:
+    """A scheduler that drafts in each step would never learn that steps without drafts became quicker."""
+    costs, request = StepCosts(), [SimulatedRequest()]
+    plain = Feedback(request, [], [], [0], rows=1, seconds={"forward": 1.0})
+    drafted = Feedback(request, [], [], [2], rows=3, seconds={"forward": 1.5})
+    for _ in range(3):
+        costs.observe(plain)
+    for _ in range(100):
+        costs.observe(drafted)
+        assert costs.measured(1)
+    for _ in range(30):
+        costs.observe(drafted)
+    assert not costs.measured(1)
+    costs.observe(plain)
+    assert costs.measured(1)
+
+
+def test_passes_with_drafts_have_prices_of_their_own() -> None:
+    """Fifteen requests and a draft cost more than sixteen requests, at the same rows."""
+    costs = StepCosts({1: 1.0, 16: 2.0})
+    for _ in range(9):
+        for count, nodes, seconds in ((16, 0, 2.0), (15, 0, 1.9), (15, 1, 3.0)):
+            requests = [SimulatedRequest(i) for i in range(count)]
+            drafted = [nodes] + [0] * (count - 1)
+            told = Feedback(
+                requests, [], [], drafted, rows=count + nodes, seconds={"forward": seconds}
+            )
+            costs.observe(told)
+    assert costs(16, 0, 0) == pytest.approx(2.0, rel=0.01)
+    assert costs(15, 1, 1) == pytest.approx(3.0, rel=0.01)
 
 
 class Watcher(Scheduler):

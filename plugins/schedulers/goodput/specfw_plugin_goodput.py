@@ -84,7 +84,7 @@ class GoodputScheduler(Scheduler):
         chosen = self._divide(view, shapes)
         can_draft = [len(several) > 1 for several in shapes]
         self._probing = False
-        if any(can_draft) and not any(chosen):
+        if any(can_draft) and not any(chosen) and self._costs.measured(view.rows):
             self._probing = self._probe.due()
             chosen = [int(self._probing and can) for can in can_draft]
         return [
@@ -104,7 +104,7 @@ class GoodputScheduler(Scheduler):
         """The nodes of each request's draft."""
         none = [0] * len(shapes)
         settled = self._acceptance.steps >= self._options.warmup
-        if settled and not self._costs.knows(view.rows):
+        if settled and not self._costs.measured(view.rows):
             return none
         most = None if settled else self._options.start
         worth = [(gain, i) for i, several in enumerate(shapes) for gain in _gains(several)[:most]]
