@@ -293,7 +293,7 @@ class Verifier(ABC):
     def verify(self, draft: Draft, laws: NodeLaws, random: RandomSource) -> Outcome:
         """Walk the trees of all requests at once.
 
-        Ask `laws.rows(node)` only for nodes that are reached, and draw lazily and jointly.
+        Ask `laws.rows(node, live)` only for nodes that are reached, and draw lazily and jointly.
         All chance goes through `random`.
         """
 

@@ -83,7 +83,7 @@ class CostCurve:
             beside: another curve of the same machine, measured in the same time.
         """
         self._profile = dict(sorted((profile or {}).items()))
-        self._level = beside._level if beside else _Level()
+        self._level: _Level = beside._level if beside else _Level()
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._middles: dict[int, tuple[float, float]] = {}
         """Mean count and median of each bucket, relative to the level."""
@@ -94,7 +94,7 @@ class CostCurve:
 
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
-        if self._profile or self.measurements(count) >= _KNOWN:
+        if self.measurements(count) >= _KNOWN:
             self._level.follow(seconds, self._relative(count))
         bucket = _bucket(count)
         measured = self._buckets.setdefault(bucket, deque(maxlen=_RECENT))

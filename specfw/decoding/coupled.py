@@ -35,9 +35,8 @@ class CoupledVerifier(Verifier):
         token = torch.zeros_like(draft.start)
         live = torch.ones_like(draft.start, dtype=torch.bool)
         for depth in range(draft.max_depth + 1):
-            drawn = random.coupled(
-                laws.rows(node), draft.seed, draft.start + depth + 1, active=live
-            )[:, 0]
+            law = laws.rows(node, live)
+            drawn = random.coupled(law, draft.seed, draft.start + depth + 1, active=live)[:, 0]
             token = torch.where(live, drawn, token)
             child = draft.child_with(node, drawn)
             live = live & (child >= 0)

@@ -411,18 +411,37 @@ class NodeLaws:
         self.failed_at = torch.full_like(draft.start, -1)
         """int64 [B]: the first reached position with NaN or infinite logits or none left by the settings, else -1."""
 
-    def rows(self, node: Tensor) -> Tensor:
-        """The law of the token after `node`, int64 [B], of each request: float [B, V]."""
-        logits = self._logits.index_select(0, self._first_row + node)
-        depth, path = self._draft.history(node, with_path=self._sampling.reads_path)
-        scores = self._sampling.scores(logits, self._every, path, depth, self.failures)
-        bad = ~scores.amax(-1).isfinite()  # NaN and infinity pass through the settings
-        self.failed_at = torch.where(
-            bad & (self.failed_at < 0), self._draft.start + depth + 1, self.failed_at
+    def rows(self, node: Tensor, live: Tensor | None = None) -> Tensor:
+        """The law of the token after `node`, int64 [B], of each request: float [B, V].
+
+        Args:
+            node: one of each request.
+            live: bool [B], whose laws are wanted; the rows of others may hold anything.
+        """
+        if live is None or live.device.type != "cpu" or bool(live.all()):
+            return self._laws(node, slice(None))
+        wanted = np.flatnonzero(live.numpy())
+        laws = self._laws(node, wanted)
+        return laws.new_zeros(len(node), laws.shape[-1]).index_copy_(
+            0, index_of(wanted, laws), laws
         )
+
+    def _laws(self, node: Tensor, wanted: slice | NDArray[np.int64]) -> Tensor:
+        """The laws of some requests, [n, V]."""
+        request = self._every[wanted]
+        logits = self._logits.index_select(0, (self._first_row + node)[wanted])
+        depth, path = self._draft.history(node, with_path=self._sampling.reads_path)
+        depth, path = depth[wanted], path[wanted]
+        scores = self._sampling.scores(logits, request, path, depth, self.failures)
+        bad = ~scores.amax(-1).isfinite()  # NaN and infinity pass through the settings
+        failed_at = self.failed_at.clone()
+        first = bad & (failed_at[wanted] < 0)
+        place = self._draft.start[wanted] + depth + 1
+        failed_at[wanted] = torch.where(first, place, failed_at[wanted])
+        self.failed_at = failed_at
         if not nothing(bad):
             scores = torch.where(bad[:, None], 0, scores)
-        return self._sampling.laws(scores, self._every)
+        return self._sampling.laws(scores, request)
 
     def raw_logprobs(self, request: int, nodes: Sequence[int]) -> Tensor:
         """The target's own log-probabilities after some nodes of one request: [len(nodes), V]."""

@@ -112,7 +112,15 @@ class KeyedSource(RandomSource):
     """Stateless noise: a hash of the site and the outcome's index."""
 
     def race(self, probs: Tensor, site: Site, k: int = 1, active: Tensor | None = None) -> Tensor:
-        times = self._race_times(probs, self._key(site, probs.device))
+        key = self._key(site, probs.device)
+        if active is None or probs.device.type != "cpu" or bool(active.all()):
+            return self._winners(probs, key, k)
+        winners = key.new_zeros(len(probs), k)
+        winners[active] = self._winners(probs[active], key[active], k)
+        return winners
+
+    def _winners(self, probs: Tensor, key: Tensor, k: int) -> Tensor:
+        times = self._race_times(probs, key)
         if k == 1:
             return times.argmin(-1, keepdim=True)
         return times.topk(k, dim=-1, largest=False).indices

@@ -47,7 +47,7 @@ class RejectionVerifier(Verifier):
             live = kept
             if nothing(live):
                 break
-            left = torch.where(live[:, None], laws.rows(node), left)
+            left = torch.where(live[:, None], laws.rows(node, live), left)
         token = random.categorical(left, Site(Purpose.RESIDUAL, draft.seed, draft.start))
         return Outcome(node, token)
 

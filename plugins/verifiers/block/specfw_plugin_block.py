@@ -106,7 +106,7 @@ def _departures(draft: Draft, laws: NodeLaws) -> Iterator[_Departure]:
         if enters:
             survives = (w * p[rows, token] / q[rows, token]).clamp_max(1)
             weight[rows, depth] = torch.where(moving, survives, weight[rows, depth])
-            law[rows, depth] = torch.where(moving[:, None], laws.rows(at), law[rows, depth])
+            law[rows, depth] = torch.where(moving[:, None], laws.rows(at, moving), law[rows, depth])
         else:
             yield _Departure(moving, at, weight[rows, depth], law[rows, depth])
             rest, mass = _refused(w, p, q)

@@ -83,12 +83,12 @@ class TypicalVerifier(Verifier):
         best = torch.zeros_like(draft.start)
         best_depth = torch.zeros_like(draft.start)
         for node in range(1, draft.token.shape[1]):
-            above = parent[:, node].clamp_min(0)
-            p = laws.rows(above)
+            exists, above = parent[:, node] >= 0, parent[:, node].clamp_min(0)
+            p = laws.rows(above, exists)
             entropy = -torch.special.xlogy(p, p).sum(-1)
             threshold = (self._delta * torch.exp(-entropy)).clamp_max(self._epsilon)
             probable = p[rows, draft.token[:, node]] >= threshold
-            kept[:, node] = probable & kept[rows, above] & (parent[:, node] >= 0)
+            kept[:, node] = probable & kept[rows, above] & exists
             depth, _ = draft.history(torch.full_like(best, node), with_path=False)
             deeper = kept[:, node] & (depth > best_depth)
             best = torch.where(deeper, node, best)

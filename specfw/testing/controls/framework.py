@@ -110,7 +110,7 @@ def _minimum_in_steps() -> Iterator[None]:
 class _BonusOnly(NodeLaws):
     """Draft tokens tested against the unfiltered law."""
 
-    def rows(self, node: Tensor) -> Tensor:
+    def rows(self, node: Tensor, live: Tensor | None = None) -> Tensor:
         filtered = super().rows(node)
         bare = self._logits.index_select(0, self._first_row + node).softmax(-1)
         if not self._draft.max_width:
@@ -122,9 +122,9 @@ class _BonusOnly(NodeLaws):
 class _RowBefore(NodeLaws):
     """The law after the last kept token taken from the row before."""
 
-    def rows(self, node: Tensor) -> Tensor:
+    def rows(self, node: Tensor, live: Tensor | None = None) -> Tensor:
         deepest = node == self._draft.parent.shape[1] - 1
-        return super().rows(torch.where(deepest, (node - 1).clamp_min(0), node))
+        return super().rows(torch.where(deepest, (node - 1).clamp_min(0), node), live)
 
 
 class _Shifted(NodeLaws):
