@@ -11,6 +11,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from math import exp
 from pathlib import Path
 from statistics import fmean, median
 
@@ -21,6 +22,7 @@ from specfw.errors import ConfigError
 
 __all__ = [
     "CostCurve",
+    "Gain",
     "Pace",
     "StepCosts",
     "best_depth",
@@ -80,10 +82,12 @@ class CostCurve:
 
         Args:
             profile: seconds by count.
-            beside: another curve of the same machine, measured in the same time.
+            beside: another curve of the same machine, whose level counts for this one too; measurements of this
+                one do not move it, or what got dearer here would make everything there look dear.
         """
         self._profile = dict(sorted((profile or {}).items()))
         self._level: _Level = beside._level if beside else _Level()
+        self._leads = beside is None
         self._buckets: dict[int, deque[tuple[int, float]]] = {}
         self._middles: dict[int, tuple[float, float]] = {}
         """Mean count and median of each bucket, relative to the level."""
@@ -94,7 +98,7 @@ class CostCurve:
 
     def add(self, count: int, seconds: float) -> None:
         """Take in a measurement."""
-        if self.measurements(count) >= _KNOWN:
+        if self._leads and self.measurements(count) >= _KNOWN:
             self._level.follow(seconds, self._relative(count))
         bucket = _bucket(count)
         measured = self._buckets.setdefault(bucket, deque(maxlen=_RECENT))
@@ -254,13 +258,8 @@ class StepCosts:
         return self.plain.measured(rows) and any(lately)
 
     def observe(self, feedback: Feedback) -> None:
-        """Learn from a step's phases.
-
-        A step without them teaches nothing, nor does one that reads prompts: its rows have other prices.
-        """
-        extra = sum(len(rows.tokens) for rows in feedback.extra)
-        reads = feedback.rows > len(feedback.requests) + sum(feedback.drafted) + extra
-        if not feedback.seconds or not feedback.rows or reads:
+        """Learn from a step's phases."""
+        if not _is_timed(feedback):
             return
         draft = feedback.seconds.get("draft", 0.0)
         most = max(feedback.drafted, default=0)
@@ -303,6 +302,80 @@ class StepCosts:
         ):  # on the way from a pass without drafts to the smallest that is known
             return plain + nodes / (least - rows) * max(0.0, self.drafted(least) - plain)
         return max(plain, self.drafted(rows + nodes))
+
+
+def _is_timed(feedback: Feedback) -> bool:
+    """Whether a step teaches what steps take: one without phases does not, nor one that reads prompts, whose rows
+    have other prices."""
+    extra = sum(len(rows.tokens) for rows in feedback.extra)
+    reads = feedback.rows > len(feedback.requests) + sum(feedback.drafted) + extra
+    return bool(feedback.seconds) and feedback.rows > 0 and not reads
+
+
+class Gain:
+    """Tokens a second of steps with drafts, relative to steps without, as they turned out.
+
+    Estimates of acceptance and of costs err, and a scheduler takes what they flatter. Here nothing is estimated:
+    what was emitted and what it took are summed, both kinds of steps fading with the requests they served.
+    """
+
+    _MEMORY = 256.0
+    """Requests served after which a step counts 1/e."""
+    _LEAST = 48.0
+    """Requests served by steps with drafts before they are judged."""
+    _STEPS = 3.0, 32.0
+    """Steps with drafts between two without, at first and later; more of them if much is gained."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = _Served(self._MEMORY / 2), _Served(self._MEMORY)
+        self._since_plain = 0
+
+    def observe(self, feedback: Feedback, costs: StepCosts) -> None:
+        """Learn from a step; its time counts in that of a step without drafts for as many requests."""
+        if not _is_timed(feedback) or not feedback.requests:
+            return
+        expected = costs.plain(feedback.rows - sum(feedback.drafted))
+        drafts = any(feedback.drafted)
+        self._since_plain = self._since_plain + 1 if drafts else 0
+        if expected:
+            emitted = sum(map(len, feedback.emitted))
+            seconds = sum(feedback.seconds.values()) / expected
+            (self._drafted if drafts else self._plain).add(len(feedback.requests), emitted, seconds)
+
+    @property
+    def now(self) -> float | None:
+        """The gain; None while too few steps of either kind tell it."""
+        if not self._plain.steps or self._drafted.requests < self._LEAST:
+            return None
+        return self._drafted.rate / self._plain.rate
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether a step without drafts is due, to compare with."""
+        first, later = self._STEPS
+        seldom = max(1.0, 4 * ((self.now or 1.0) - 1))
+        return self._since_plain >= seldom * min(later, first * self._plain.steps)
+
+
+class _Served:
+    """Sums over steps of one kind."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self.steps = 0
+        self.requests = self._tokens = self._time = 0.0
+
+    def add(self, requests: int, tokens: int, time: float) -> None:
+        keeps = exp(-requests / self._memory)
+        self.steps += 1
+        self.requests = keeps * self.requests + requests
+        self._tokens = keeps * self._tokens + tokens
+        self._time = keeps * self._time + requests * time
+
+    @property
+    def rate(self) -> float:
+        """Tokens of a request in the time of a step without drafts."""
+        return self._tokens / self._time
 
 
 class Pace:

@@ -17,6 +17,7 @@ from specfw.acceptance import Acceptance
 from specfw.contracts import DraftLimits, Feedback, Scheduler, SchedulerView
 from specfw.costs import (
     CostCurve,
+    Gain,
     Pace,
     StepCosts,
     best_depth,
@@ -202,6 +203,40 @@ def test_drafts_alone_do_not_tell_what_plain_steps_take() -> None:
     assert not costs.measured(1)
     costs.observe(plain)
     assert costs.measured(1)
+
+
+def test_gain_is_what_turned_out() -> None:
+    """Whatever acceptance and costs are estimated to be, drafts that made the batch slower must show."""
+    costs, gain = StepCosts(), Gain()
+    requests = [SimulatedRequest(i) for i in range(4)]
+
+    def step(nodes: int, emitted: int, seconds: float) -> None:
+        told = Feedback(
+            requests,
+            [[7] * emitted] * 4,
+            [],
+            [nodes] * 4,
+            rows=4 + 4 * nodes,
+            seconds={"forward": seconds},
+        )
+        costs.observe(told)
+        gain.observe(told, costs)
+
+    assert gain.now is None
+    step(0, 1, 1.0)
+    for _ in range(3):
+        assert gain.now is None
+        assert not gain.wants_plain
+        step(3, 3, 2.0)
+    assert gain.wants_plain
+    for _ in range(20):
+        step(3, 3, 2.0)
+    assert gain.now == pytest.approx(1.5)
+    for _ in range(200):
+        step(3, 1, 2.0)
+    assert gain.now == pytest.approx(0.5, rel=0.05)
+    step(0, 1, 1.0)
+    assert not gain.wants_plain
 
 
 def test_passes_with_drafts_have_prices_of_their_own() -> None:

@@ -25,7 +25,7 @@ from specfw.contracts import (
     SchedulerView,
     TargetInfo,
 )
-from specfw.costs import StepCosts
+from specfw.costs import Gain, StepCosts
 from specfw.hookspecs import hookimpl
 from specfw.probing import Probe
 from specfw.shapes import Shape
@@ -50,9 +50,9 @@ class GoodputOptions(Options):
     """Drafts before plain steps are timed."""
     memory: Annotated[float, Field(gt=1.0)] = 32.0
     """Drafts after which evidence counts 1/e."""
-    margin: Annotated[float, Field(ge=0.0)] = 0.02
+    margin: Annotated[float, Field(ge=0.0)] = 0.03
     """The share by which drafting must be faster than not drafting."""
-    probe_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    probe_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.005
     """The most time that drafts may take, as a share, while drafting is switched off."""
     profile: str | None = "auto"
     """What is known of costs before the first step: `auto` times passes at start, once for each model and
@@ -69,6 +69,7 @@ class GoodputScheduler(Scheduler):
         self._options = options = options or GoodputOptions()
         self._most = DraftLimits(options.max_nodes, options.max_depth, options.max_width)
         self._costs = StepCosts()
+        self._gain = Gain()
         self._acceptance = AcceptanceByRequest(options.memory, carry_over=True)
         self._probe = Probe(options.probe_share)
         self._probing = False
@@ -77,16 +78,20 @@ class GoodputScheduler(Scheduler):
         self._costs.learn_of(target, self._options.profile)
 
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
+        self._probing = False
+        slows = self._slows()
+        if self._wants_plain(view.rows) or (slows and not self._probe.due()):
+            return [DraftLimits()] * len(view.requests)
         shapes = [
             self._acceptance.of(request).shapes(cap & self._most)
             for request, cap in zip(view.requests, view.caps, strict=True)
         ]
         chosen = self._divide(view, shapes)
         can_draft = [len(several) > 1 for several in shapes]
-        self._probing = False
-        if any(can_draft) and not any(chosen) and self._costs.measured(view.rows):
-            self._probing = self._probe.due()
-            chosen = [int(self._probing and can) for can in can_draft]
+        if any(can_draft) and not any(chosen) and (slows or self._probe.due()):
+            chosen = [int(can) for can in can_draft]
+            self._probing = True
+        self._probing |= slows
         return [
             several[nodes].limits & cap
             for several, nodes, cap in zip(shapes, chosen, view.caps, strict=True)
@@ -94,18 +99,30 @@ class GoodputScheduler(Scheduler):
 
     def observe(self, feedback: Feedback) -> None:
         self._costs.observe(feedback)
+        self._gain.observe(feedback, self._costs)
         self._acceptance.observe(feedback)
         if self._probing and feedback.requests:
             gained = sum(map(len, feedback.kept)) / len(feedback.requests)
+            gained *= (
+                not self._slows()
+            )  # one probe that paid does not outweigh many steps that did not
             self._probe.learn(self._costs.extra(feedback), gained, any(feedback.drafted))
         self._probing = False
+
+    def _slows(self) -> bool:
+        """Whether drafts are known to have made the batch slower of late."""
+        gain = self._gain.now
+        return gain is not None and gain <= 1
+
+    def _wants_plain(self, rows: int) -> bool:
+        """Whether a step without drafts is needed to compare with."""
+        settled = self._acceptance.steps >= self._options.warmup
+        return settled and (not self._costs.measured(rows) or self._gain.wants_plain)
 
     def _divide(self, view: SchedulerView, shapes: Sequence[Sequence[Shape]]) -> list[int]:
         """The nodes of each request's draft."""
         none = [0] * len(shapes)
         settled = self._acceptance.steps >= self._options.warmup
-        if settled and not self._costs.measured(view.rows):
-            return none
         most = None if settled else self._options.start
         worth = [(gain, i) for i, several in enumerate(shapes) for gain in _gains(several)[:most]]
         worth.sort(key=lambda node: -node[0])  # a request's own nodes stay in order

@@ -8,7 +8,7 @@ import pytest
 from specfw_plugin_block import BlockVerifier
 from specfw_plugin_goodput import GoodputOptions, GoodputScheduler
 
-from specfw.contracts import DraftLimits, Scheduler, SchedulerView, Verifier
+from specfw.contracts import DraftLimits, RequestView, Scheduler, SchedulerView, Verifier
 from specfw.decoding.coupled import CoupledVerifier
 from specfw.decoding.rejection import RejectionVerifier
 from specfw.engine.fixed import FixedScheduler
@@ -115,6 +115,25 @@ def test_no_worse_than_plain_or_fixed(count: int, acceptance: float) -> None:
 
     best = min(seconds(FixedScheduler(0, 0, 1)), seconds(FixedScheduler(4, 4, 1)))
     assert best / seconds(GoodputScheduler()) > 0.97
+
+
+def test_drafts_that_slow_the_batch_down_end() -> None:
+    """Costs that medians do not tell: here every third pass with drafts takes four times as long as others."""
+
+    class Dear(World):
+        def step(self, scheduler: Scheduler, requests: Sequence[RequestView]) -> None:
+            usual, dear = self.target, len(self.depths) % 3 == 0
+            self.target = lambda rows: usual(rows) + 3.0 * (dear and rows > len(requests))
+            super().step(scheduler, requests)
+            self.target = usual
+
+    requests = [SimulatedRequest(i) for i in range(8)]
+    world = Dear(lambda depth: 0.5, lambda rows: 1.0 + 0.01 * rows, lambda nodes: 0.02 * nodes)
+    scheduler = GoodputScheduler()
+    for _ in range(300):
+        world.step(scheduler, requests)
+    drafted = sum(any(depths) for depths in world.depths[100:])
+    assert 0 < drafted < 20
 
 
 def test_caps_win() -> None:
