@@ -18,6 +18,7 @@ from pydantic import field_validator
 from specfw.components import Options
 from specfw.contracts import LoadedTarget, Quantization, TargetLoader
 from specfw.errors import ConfigError
+from specfw.targets.packed_state import keep_packed
 from specfw.weights import describe_weights, quantized_linears
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def load_causal_lm(options: TransformersOptions, layers: int | None = None) -> L
             notes.append(f"no tokenizer, so prompts must be token ids ({why_none})")
         model = _read_model(options, source, config, device, method)
         model.eval().requires_grad_(False)
+        keep_packed(model)
         quantization = _quantization(model, method, options.gguf_file)
         if quantization is not None:
             notes.append(describe_weights(model, quantization))

@@ -592,6 +592,15 @@ class TargetConformance(ABC):
         assert torch.equal(first.stock_logits(tokens), before)
         assert torch.equal(again.stock_logits(tokens), before)
 
+    def test_may_be_looked_at(self) -> None:
+        """Packed layers that unpack themselves to give their state must come back as they were."""
+        runner = ModelRunner(self.make().load().model)
+        tokens = _words(runner)[:8]
+        before = runner.stock_logits(tokens)
+        for _ in range(2):
+            runner.model.state_dict()
+            assert torch.equal(runner.stock_logits(tokens), before)
+
     def test_says_what_is_quantised(self) -> None:
         """Who runs a quantised target must be able to know it."""
         loaded = self.make().load()

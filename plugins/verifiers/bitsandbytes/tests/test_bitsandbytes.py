@@ -45,6 +45,11 @@ class TestDoubleFp4(TargetConformance):
         return loader(quant_type="fp4", double_quant=True)
 
 
+class TestDoubleNf4InBfloat16(TargetConformance):
+    def make(self) -> TargetLoader:
+        return loader(double_quant=True, dtype="bfloat16", tiny={"hidden_size": 64})
+
+
 class TestGpt2(TargetConformance):
     def make(self) -> TargetLoader:
         return loader(tiny={"architecture": "gpt2"})
@@ -65,6 +70,23 @@ def test_float32_is_computed_in_float32() -> None:
         weight = layer(torch.eye(32)).double().T
         error = (layer(x).double() - x.double() @ weight.T).abs().max()
     assert float(error) < 1e-4
+
+
+def test_the_state_of_a_packed_layer_can_be_loaded() -> None:
+    """Scales in the kernel's order would be taken for those of other blocks."""
+    from bitsandbytes.nn import Params4bit
+
+    linear = nn.Linear(128, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    layers = [loader(dtype="bfloat16").quantize(linear).eval() for _ in range(2)]
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        before = layers[0](x)
+    saved = {name.removeprefix("weight."): value for name, value in layers[0].state_dict().items()}
+    packed = saved.pop("weight")
+    layers[1].weight = Params4bit.from_prequantized(packed, saved, device="cpu")
+    with torch.inference_mode():
+        assert torch.equal(layers[1](x), before)
+        assert torch.equal(layers[0](x), before)
 
 
 def test_outliers_make_rows_depend_on_each_other() -> None:
