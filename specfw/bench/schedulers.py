@@ -221,7 +221,7 @@ def bench_schedulers(
                 _note(result.classes.setdefault(name, {}), speeds, bool(turn))
             for requests, arms in batches.items():
                 progress(f"round {turn} of {rounds}: {requests} requests")
-                speeds = _race(arms, [_mixed(ids, requests)], texts, most, clock)
+                speeds = _race(arms, _batches(ids, requests), texts, most, clock)
                 _note(result.loads.setdefault(requests, {}), speeds, bool(turn))
     return result
 
@@ -287,6 +287,13 @@ def _mixed(ids: Mapping[str, Sequence[list[int]]], count: int) -> list[list[int]
     """As many prompts of all classes in turn; the first ones again if there are too few."""
     mixed = [prompt for some in zip_longest(*ids.values()) for prompt in some if prompt]
     return list(islice(chain.from_iterable([mixed] * count), count))
+
+
+def _batches(ids: Mapping[str, Sequence[list[int]]], requests: int) -> list[list[list[int]]]:
+    """Prompts to decode so many at once, one batch after the other, until each class had its turn."""
+    batches = -(-len(ids) // requests)
+    mixed = _mixed(ids, batches * requests)
+    return [mixed[i * requests : (i + 1) * requests] for i in range(batches)]
 
 
 def _encode(pipeline: Pipeline, prompt: Prompt) -> list[int]:

@@ -37,7 +37,7 @@ class TestNf4(TargetConformance):
     """With the kernel for CPUs that have bfloat16, where there is one."""
 
     def make(self) -> TargetLoader:
-        return loader(dtype="bfloat16", tiny={"hidden_size": 64})
+        return loader(dtype="bfloat16", tiny={"hidden_size": 128})
 
 
 class TestDoubleFp4(TargetConformance):
