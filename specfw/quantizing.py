@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from specfw.components import NestedTarget, Options
 from specfw.contracts import LoadedTarget, Quantization, TargetLoader
 from specfw.errors import ConfigError
+from specfw.targets.packed_state import keep_packed
 from specfw.targets.transformers import as_device, missing_packages, quiet_transformers
 from specfw.weights import describe_weights
 
@@ -88,6 +89,7 @@ class QuantizingLoader(TargetLoader):
             self._place(loaded.model)
             self.check(loaded.model.device, loaded.model.dtype)
             self._replace(loaded.model)
+            keep_packed(loaded.model)
         loaded.name = f"{self.name}({loaded.name})"
         loaded.quantization = self.quantization()
         loaded.notes = (*loaded.notes, describe_weights(loaded.model, loaded.quantization))

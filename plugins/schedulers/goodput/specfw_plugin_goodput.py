@@ -110,9 +110,9 @@ class GoodputScheduler(Scheduler):
         self._probing = False
 
     def _slows(self) -> bool:
-        """Whether drafts are known to have made the batch slower of late."""
+        """Whether drafts are known to have made the batch slower of late, or hardly faster."""
         gain = self._gain.now
-        return gain is not None and gain <= 1
+        return gain is not None and gain <= 1 + self._options.margin
 
     def _wants_plain(self, rows: int) -> bool:
         """Whether a step without drafts is needed to compare with."""

@@ -12,7 +12,6 @@ from specfw.components import Component
 from specfw.contracts import API_VERSION, Quantization, TargetLoader
 from specfw.hookspecs import hookimpl
 from specfw.quantizing import QuantizingLoader, QuantizingOptions
-from specfw.targets.packed_state import keep_packed
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +131,6 @@ class BitsAndBytesLoader(QuantizingLoader):
         if compute != torch.bfloat16 or linear.in_features % _BLOCK or linear.out_features % _TILE:
             # The kernel for CPUs with bfloat16 computes in nothing else, and fails on other shapes.
             made.support_avx512bf16_for_cpu = False
-        keep_packed(made)
         return made
 
 

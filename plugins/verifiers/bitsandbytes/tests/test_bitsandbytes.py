@@ -76,17 +76,17 @@ def test_the_state_of_a_packed_layer_can_be_loaded() -> None:
     """Scales in the kernel's order would be taken for those of other blocks."""
     from bitsandbytes.nn import Params4bit
 
-    linear = nn.Linear(128, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    layers = [loader(dtype="bfloat16").quantize(linear).eval() for _ in range(2)]
-    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    made = [loader(dtype="bfloat16", tiny={"hidden_size": 128}).load().model for _ in range(2)]
+    first, second = (model.get_submodule("model.layers.0.mlp.gate_proj") for model in made)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     with torch.inference_mode():
-        before = layers[0](x)
-    saved = {name.removeprefix("weight."): value for name, value in layers[0].state_dict().items()}
+        before = first(x)
+    saved = {name.removeprefix("weight."): value for name, value in first.state_dict().items()}
     packed = saved.pop("weight")
-    layers[1].weight = Params4bit.from_prequantized(packed, saved, device="cpu")
+    second.weight = Params4bit.from_prequantized(packed, saved, device="cpu")
     with torch.inference_mode():
-        assert torch.equal(layers[1](x), before)
-        assert torch.equal(layers[0](x), before)
+        assert torch.equal(second(x), before)
+        assert torch.equal(first(x), before)
 
 
 def test_outliers_make_rows_depend_on_each_other() -> None:
