@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specfw.errors import ContractError
 
-__all__ = ["Draft", "ExtraRows", "Kind", "nothing"]
+__all__ = ["Draft", "ExtraRows", "Kind", "everything", "nothing"]
 
 
 class Kind(IntEnum):
@@ -217,3 +217,8 @@ class Draft:
 def nothing(mask: Tensor) -> bool:
     """Whether no entry of `mask` is set; on an accelerator, where asking would wait, always False."""
     return mask.device.type == "cpu" and not bool(mask.any())
+
+
+def everything(mask: Tensor) -> bool:
+    """Whether every entry of `mask` is set; on an accelerator, where asking would wait, always True."""
+    return mask.device.type != "cpu" or bool(mask.all())

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specfw.decoding.draft import Draft, nothing
+from specfw.decoding.draft import Draft, everything, nothing
 from specfw.decoding.grammar import Matcher
 from specfw.decoding.history import Cells, History, RuleError
 from specfw.decoding.warping import Warping, column, index_of
@@ -418,7 +418,7 @@ class NodeLaws:
             node: one of each request.
             live: bool [B], whose laws are wanted; the rows of others may hold anything.
         """
-        if live is None or live.device.type != "cpu" or bool(live.all()):
+        if live is None or everything(live):
             return self._laws(node, slice(None))
         wanted = np.flatnonzero(live.numpy())
         laws = self._laws(node, wanted)

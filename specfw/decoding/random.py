@@ -14,6 +14,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from specfw.decoding.draft import everything
+
 __all__ = ["InnerSource", "KeyedSource", "Purpose", "RandomSource", "Site"]
 
 
@@ -113,7 +115,7 @@ class KeyedSource(RandomSource):
 
     def race(self, probs: Tensor, site: Site, k: int = 1, active: Tensor | None = None) -> Tensor:
         key = self._key(site, probs.device)
-        if active is None or probs.device.type != "cpu" or bool(active.all()):
+        if active is None or everything(active):
             return self._winners(probs, key, k)
         winners = key.new_zeros(len(probs), k)
         winners[active] = self._winners(probs[active], key[active], k)

@@ -103,9 +103,8 @@ class GoodputScheduler(Scheduler):
         self._acceptance.observe(feedback)
         if self._probing and feedback.requests:
             gained = sum(map(len, feedback.kept)) / len(feedback.requests)
-            gained *= (
-                not self._slows()
-            )  # one probe that paid does not outweigh many steps that did not
+            if self._slows():  # one probe that paid does not outweigh many steps that did not
+                gained = 0.0
             self._probe.learn(self._costs.extra(feedback), gained, any(feedback.drafted))
         self._probing = False
 
