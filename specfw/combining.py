@@ -165,6 +165,7 @@ def _rows_of(feedback: Feedback, rows: Sequence[int]) -> Feedback:
         tested=_pick(feedback.tested, rows),
         ranks=_pick(feedback.ranks, rows),
         siblings=_pick(feedback.siblings, rows),
+        chances=_pick(feedback.chances, rows),
     )
 
 

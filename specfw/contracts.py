@@ -201,6 +201,9 @@ class Feedback:
     """Per request and kept node, its rank among its siblings."""
     siblings: Sequence[Sequence[int]] = ()
     """Per request and tested depth, the siblings that were there; those after a kept one were not tested."""
+    chances: Sequence[Sequence[Sequence[float]]] = ()
+    """Per request, tested depth and sibling, how likely it was in the law that it was drawn from, NaN at a guess;
+    nothing unless a scheduler is asked before draws (`Scheduler.stops_drafts`)."""
     rows: int = 0
     """Rows of this target pass: drafts, extra rows and prefill chunks included."""
     seconds: Mapping[str, float] = field(default_factory=dict)

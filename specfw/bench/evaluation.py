@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 from specfw.types import SpeculationParams, SpeculationStats
 
-__all__ = ["Evaluation", "Ranks", "evaluate", "with_nodes"]
+__all__ = ["Confidence", "Evaluation", "Ranks", "evaluate", "with_nodes"]
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Evaluation:
     skipped: int = 0
     """Prompts that do not fit into the context."""
     ranks: Ranks = field(default_factory=lambda: Ranks())
+    confidence: Confidence = field(default_factory=lambda: Confidence())
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
 
@@ -45,6 +48,8 @@ class Evaluation:
             "acceptance_length": _length(every),
             "by_position": [_position(every, depth) for depth in range(depths)],
             "by_rank": self.ranks.mapping(),
+            "by_confidence": self.confidence.mapping(),
+            "calibration_error": self.confidence.error(),
             "by_category": {name: _length(several) for name, several in self.statistics.items()},
             "draft_share": self.draft_seconds / self.step_seconds if self.step_seconds else 0.0,
         }
@@ -88,7 +93,7 @@ def evaluate(
         )
 
     engine = pipeline.engine
-    watch = _RankWatch(result.ranks)
+    watch = _Watch(result.ranks, result.confidence)
     engine.schedulers.append(watch)
     engine.observers.append(note)
     try:
@@ -141,11 +146,66 @@ class Ranks:
         ]
 
 
-class _RankWatch(Scheduler):
+@dataclass(slots=True)
+class Confidence:
+    """How well a drafter's probabilities are calibrated: of what it deems 70 % likely, 70 % should be kept.
+
+    Source of the error: expected calibration error (Naeini et al., 2015), over parts of equal width.
+    """
+
+    parts: int = 10
+    seen: list[int] = field(default_factory=list)
+    """Reached nodes by the part of [0, 1] that their chance was in; guesses, which state none, are left out."""
+    kept: list[int] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    """The sum of their chances."""
+
+    def __post_init__(self) -> None:
+        self.seen, self.kept = [0] * self.parts, [0] * self.parts
+        self.total = [0.0] * self.parts
+
+    def add(self, chances: Sequence[Sequence[float]], kept: Sequence[int]) -> None:
+        """Count one draft: the chances of the siblings at each reached depth, and the ranks of the kept ones."""
+        for siblings, right in zip_longest(chances, kept):
+            for rank, chance in enumerate(siblings):
+                if not isnan(chance):
+                    part = min(int(chance * self.parts), self.parts - 1)
+                    self.seen[part] += 1
+                    self.kept[part] += rank == right
+                    self.total[part] += chance
+
+    def mapping(self) -> list[dict[str, Any]]:
+        """The stable keys of `by_confidence`; parts that no node was in are left out."""
+        return [
+            {
+                "from": part / self.parts,
+                "to": (part + 1) / self.parts,
+                "seen": seen,
+                "kept": kept,
+                "confidence": total / seen,
+                "rate": kept / seen,
+            }
+            for part, (seen, kept, total) in enumerate(
+                zip(self.seen, self.kept, self.total, strict=True)
+            )
+            if seen
+        ]
+
+    def error(self) -> float | None:
+        """The mean distance of confidence from rate over all nodes; None if there are none."""
+        apart = sum(abs(total - kept) for total, kept in zip(self.total, self.kept, strict=True))
+        return apart / sum(self.seen) if any(self.seen) else None
+
+
+class _Watch(Scheduler):
     """Counts what was drafted and kept, and leaves all limits as they are."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, confidence: Confidence) -> None:
+        self._ranks, self._confidence = ranks, confidence
+
+    @property
+    def stops_drafts(self) -> bool:
+        return True  # so that chances are noted; it stops none
 
     def plan(self, view: SchedulerView) -> Sequence[DraftLimits]:
         return view.caps
@@ -153,6 +213,8 @@ class _RankWatch(Scheduler):
     def observe(self, feedback: Feedback) -> None:
         for siblings, kept in zip(feedback.siblings, feedback.ranks, strict=True):
             self._ranks.add(siblings, kept)
+        for chances, kept in zip(feedback.chances, feedback.ranks, strict=False):
+            self._confidence.add(chances, kept)
 
 
 def with_nodes(config: PipelineConfig, nodes: int | None) -> PipelineConfig:

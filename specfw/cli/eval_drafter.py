@@ -87,6 +87,16 @@ def command(
         for number, one in enumerate(result[f"by_{what}"], start=1):
             table.add_row(str(number), str(one[count]), f"{one['rate']:.1%}")
         Console().print(table)
+    if result["by_confidence"]:
+        table = Table(
+            "confidence",
+            "seen",
+            "kept",
+            title=f"calibration error {result['calibration_error']:.1%}",
+        )
+        for one in result["by_confidence"]:
+            table.add_row(f"{one['confidence']:.1%}", str(one["seen"]), f"{one['rate']:.1%}")
+        Console().print(table)
     table = Table("category", "tokens a pass")
     for category, length in result["by_category"].items():
         table.add_row(category, f"{length:.2f}")

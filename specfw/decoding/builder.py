@@ -93,7 +93,11 @@ class DraftBuilder:
         self._guessed = np.full(shape, -1, np.int64)  # tokens known on the host
         self._token = root.new_zeros(shape)
         self._token[:, 0] = root
-        self._chance: Tensor | None = None  # how likely each token was; one at guesses
+        self._chance: Tensor | None = (
+            None  # how likely each token was, one at guesses; if asked for
+        )
+        if may_draw is not None:
+            self._chance = torch.ones_like(self._token, dtype=torch.float64)
         self._laws: list[Tensor] = []
         self._drafter_index = -1
         self._above: DraftBuilder | None = None  # whose limits hold too
@@ -395,7 +399,11 @@ class DraftBuilder:
     def build(self) -> Draft:
         """The finished draft, padded to its largest tree."""
         laws = torch.cat(self._laws) if self._laws else None
-        return replace(self._outline(), qstore=laws)
+        draft, chance = self._outline(), self._chance
+        if chance is not None:
+            guessed = torch.from_numpy(self._guessed >= 0).to(chance.device)
+            chance = torch.where(guessed, torch.nan, chance)[:, : draft.parent.shape[1]]
+        return replace(draft, qstore=laws, chance=chance)
 
     def as_drafter(self, index: int) -> DraftBuilder:
         """Note that nodes added from here on are the work of drafter `index` (for statistics).
@@ -520,20 +528,18 @@ class DraftBuilder:
 
     def _ask(self, parents: Handles, q: Tensor) -> Tensor | None:
         """What the schedulers say before draws from q [M, V] below `parents`: bool [M]; None means go on."""
-        if self._may_draw is None:
+        if self._may_draw is None or self._chance is None:
             return None
-        if self._chance is None:
-            self._chance = torch.ones_like(self._token, dtype=q.dtype)
         chance = self._chance.view(-1)
         path = self._along_path(parents, lambda nodes: chance[self._index(nodes)], 1.0)
-        return self._may_draw(q, path)
+        return self._may_draw(q, path.to(q.dtype))
 
     def _note_chances(self, nodes: Handles, q: Tensor) -> None:
         """Note how likely each of `nodes` [M], drawn from q [M, V], was, for schedulers that ask."""
         if self._chance is not None and len(nodes):
             index = self._index(nodes)
             tokens = self._token.view(-1)[index]
-            self._chance.view(-1)[index] = q.gather(1, tokens[:, None])[:, 0].to(self._chance.dtype)
+            self._chance.view(-1)[index] = q.gather(1, tokens[:, None])[:, 0].double()
 
     def _draw_coupled(self, parents: Handles, q: Tensor, room: NDArray[np.int64]) -> Handles:
         request = self._index(self._row_of(parents))

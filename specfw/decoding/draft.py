@@ -61,6 +61,9 @@ class Draft:
     drafter: NDArray[np.int16]  # [B, N], who proposed it (for statistics)
     start: Tensor  # int64 [B], the root's absolute position
     seed: Tensor  # int64 [B], the request's seed
+    chance: Tensor | None = None
+    """float64 [B, N], how likely each node's token was in the law that it was drawn from, NaN at guesses; None
+    if no scheduler is asked before draws. At temperature 0 the law is the softmax of the logits."""
 
     @classmethod
     def empty(cls, root: Tensor, start: Tensor, seed: Tensor) -> Draft:
@@ -140,10 +143,10 @@ class Draft:
         """Nodes from the root (left out) to `node` of one request."""
         return [int(i) for i in self.paths[request, node] if i >= 0]
 
-    def child_counts(self, request: int, nodes: Sequence[int]) -> list[int]:
-        """How many children each of one request's `nodes` has."""
+    def children_of(self, request: int, nodes: Sequence[int]) -> list[list[int]]:
+        """The children of each of one request's `nodes`, by rank."""
         parent = self.parent[request]
-        return [int(np.count_nonzero(parent == node)) for node in nodes]
+        return [np.flatnonzero(parent == node).tolist() for node in nodes]
 
     def mean_depth(self, stop: Tensor) -> Tensor:
         """Expected draft tokens kept, float [B], if the walk ends at each node with chance `stop` [B, N]."""

@@ -54,8 +54,8 @@ class Round:
     drafted: int
     extra: int
     """Rows scored for the drafter besides the draft."""
-    tested: int = 0
-    """Depths at which draft tokens were tested."""
+    reached: list[list[int]] = field(default_factory=list)
+    """Draft nodes by depth at which such were tested: the siblings there."""
     kept: list[int] = field(default_factory=list)
     """Draft nodes whose tokens were emitted."""
     emitted: list[int] = field(default_factory=list)
@@ -63,6 +63,8 @@ class Round:
     error: str | None = None
     ranked: Sequence[RankedRows] = ()
     """The target's best tokens after the draft's nodes, and after the extra rows."""
+    chances: Sequence[Sequence[float]] = ()
+    """How likely each of the reached nodes was when it was drawn, if that was noted."""
 
 
 @dataclass(slots=True)
@@ -143,7 +145,6 @@ class Engine:
         self.runner, self.memory, self.info = runner, memory, info
         self.drafters = OwnDrafters(drafter, drafters or {})
         self.verifier, self.schedulers, self.random = verifier, list(schedulers), random
-        self._asked = [s for s in schedulers if s.stops_drafts]
         self.store = runner.new_store(memory.num_slots)
         self.planner = Planner(
             memory,
@@ -283,7 +284,7 @@ class Engine:
             self.random,
             self.verifier.noise,
             self.info.vocab_size,
-            self._may_draw if self._asked else None,
+            self._may_draw if any(s.stops_drafts for s in self.schedulers) else None,
             [self.max_length - len(request.tokens) for request in requests],
             layers,
         )
@@ -292,7 +293,8 @@ class Engine:
         return builder.build(), builder, sampling
 
     def _may_draw(self, q: Tensor, path: Tensor) -> Tensor | None:
-        answers = [one for s in self._asked for one in (s.before_draw(q), s.after_kept(path))]
+        asked = [s for s in self.schedulers if s.stops_drafts]
+        answers = [one for s in asked for one in (s.before_draw(q), s.after_kept(path))]
         given = [answer for answer in answers if answer is not None]
         return torch.stack(given).all(0) if given else None
 
@@ -328,8 +330,9 @@ class Engine:
         faulty = [rows.long() for rows in builder.non_finite.values()]
         columns = torch.stack([outcome.node, outcome.next_token, laws.failed_at, *faulty], 1)
         top = best_tokens(rows.logits, self.drafters.requires.top_k or int(any(builder.extras)))
+        noted = columns.new_empty(0) if draft.chance is None else draft.chance.view(torch.long)
         # the step's one synchronisation
-        decided, tokens, best = _fetch(columns, draft.token, top)
+        decided, tokens, best, chances = _fetch(columns, draft.token, top, noted)
         paths = [draft.path(b, int(node)) for b, node in enumerate(decided[:, 0])]
         self.store.compact(
             (work.sequence, work.sequence.n_kv + work.context, [node - 1 for node in path])
@@ -341,6 +344,10 @@ class Engine:
         ]
         for b, (round, root) in enumerate(zip(rounds, rows.roots, strict=True)):
             round.ranked = rank_rows(draft, builder.extras[b], b, tokens[b], best[root:])
+            if draft.chance is not None:
+                round.chances = [
+                    chances.view(np.float64)[b, nodes].tolist() for nodes in round.reached
+                ]
         kept = {round.request: len(round.kept) for round in rounds if round.error is None}
         for work in plan.work:
             if not work.decodes or work.request in kept:
@@ -376,13 +383,20 @@ class Engine:
             ends, error = "error", failure
         kept = path[:taken]
         drafted, extra = int(draft.sizes[b]) - 1, len(builder.extras[b])
-        refused = any(draft.child_counts(b, [path[-1] if path else 0]))
-        tested = min(len(path) + refused, taken)
+        reached = [nodes for nodes in draft.children_of(b, [0, *path]) if nodes][:taken]
+        tested = len(reached)
         request.count(drafted, extra, tested, len(kept), taken)
         request.add_logprobs(laws, b, [0, *path][:taken])
         emitted = request.tokens[len(request.tokens) - taken :]
         return Round(
-            request, drafted, extra, tested, kept=kept, emitted=emitted, ends=ends, error=error
+            request,
+            drafted,
+            extra,
+            reached,
+            kept=kept,
+            emitted=emitted,
+            ends=ends,
+            error=error,
         )
 
     def _failure(
@@ -415,9 +429,10 @@ class Engine:
             chunks=_chunks_of(plan, rows),
             ranked=[round.ranked[0] for _, round in told] if self.drafters.requires.top_k else (),
             extra=[round.ranked[1] for _, round in told] if any(builder.extras) else (),
-            tested=[round.tested for _, round in told],
+            tested=[len(round.reached) for _, round in told],
             ranks=[draft.rank[b, round.kept].tolist() for b, round in told],
-            siblings=[draft.child_counts(b, [0, *round.kept][: round.tested]) for b, round in told],
+            siblings=[[len(nodes) for nodes in round.reached] for _, round in told],
+            chances=[round.chances for _, round in told] if draft.chance is not None else (),
             rows=_rows_scored(plan, rounds),
             seconds=dict(seconds),
         )
