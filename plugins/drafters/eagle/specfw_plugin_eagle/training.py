@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specfw.contracts import TargetInfo, Trained, Trainer
 from specfw.errors import ConfigError
@@ -149,7 +150,7 @@ def rollout_loss(
     rows = [batch.states[layer].to(target.device).flatten(0, 1) for layer in head.feature_layers]
     features = head.fuse(rows).unflatten(0, tokens.shape)[:, :size]
     asked = batch.best.to(target.device) >= 0
-    laws = _target_laws(target, batch, last, asked, head.vocab)
+    laws, entropy = _target_laws(target, batch, last, asked, head.vocab)
     number = (asked.flatten().cumsum(0) - 1).view(asked.shape)
     places = torch.arange(size, device=target.device)
     causal, own = places <= places[:, None], torch.eye(size, dtype=torch.bool, device=target.device)
@@ -164,12 +165,11 @@ def rollout_loss(
             tokens[:, ahead], features, positions, past, mask.expand(len(tokens), -1, -1)
         )
         mask = torch.cat([mask, own], -1)
-        known = asked[
-            :, ahead
-        ]  # rows whose target law is known; the head says what follows these tokens
-        guesses = head.logits(features[known]).float().log_softmax(-1)
-        law = laws[number[:, ahead][known]]
-        total = total + _FADING**step * _distance(guesses, law, options.loss)
+        # rows whose target law is known; the head says what follows these tokens
+        known = asked[:, ahead]
+        guesses, which = head.logits(features[known]).float(), number[:, ahead][known]
+        apart = _distance(guesses, laws[which], entropy[which], options.loss)
+        total = total + _FADING**step * apart
         best = guesses.detach().argmax(-1)
         best = best if head.vocab is None else head.vocab[best]
         hits[f"hit{step + 1}"] = float(
@@ -181,16 +181,18 @@ def rollout_loss(
 @torch.no_grad()
 def _target_laws(
     target: TargetInfo, batch: Batch, last: int, asked: Tensor, vocab: Tensor | None
-) -> Tensor:
-    """The target's law over the draft vocabulary at the asked places, [n, Vd]."""
+) -> tuple[Tensor, Tensor]:
+    """The target's law over the draft vocabulary at the asked places, [n, Vd], and its entropy, [n]."""
     states = batch.states[last].to(target.device)[asked]
-    return target_logits(target, states, vocab).float().softmax(-1)
+    logs = target_logits(target, states, vocab).float().log_softmax(-1)
+    laws = logs.exp()
+    return laws, -torch.linalg.vecdot(laws, logs)
 
 
-def _distance(guesses: Tensor, law: Tensor, kind: str) -> Tensor:
-    """The mean distance of log-probabilities from laws [n, Vd]: KL(law, guess), total variation, or their sum."""
+def _distance(guesses: Tensor, law: Tensor, entropy: Tensor, kind: str) -> Tensor:
+    """The mean distance of logits from laws [n, Vd]: KL(law, guess), total variation, or their sum."""
     if kind == "tv":
-        return (guesses.exp() - law).abs().sum(-1).mean() / 2
-    # The cross-entropy less the law's own entropy, which has no gradient.
-    kl = torch.special.entr(law).sum(-1).neg().mean() - (law * guesses).sum(-1).mean()
-    return kl if kind == "kl" else kl + _distance(guesses, law, "tv")
+        return (guesses.softmax(-1) - law).abs().sum(-1).mean() / 2
+    # The entropy, which has no gradient, makes a divergence of the cross-entropy.
+    kl = F.cross_entropy(guesses, law) - entropy.mean()
+    return kl if kind == "kl" else kl + _distance(guesses, law, entropy, "tv")
