@@ -59,8 +59,12 @@ class EagleTrainerOptions(WeightsOptions):
     """Tokens of the draft vocabulary: those that are most frequent in the texts."""
     rollout: Annotated[int, Field(ge=1)] = 3
     """Steps from each position, each on what the one before gave."""
-    texts: Annotated[int, Field(ge=1)] = 6
+    rollout_after: Annotated[int, Field(ge=0)] = 1000
+    """Training steps before that; until then only the first step from each position is trained, which is cheaper."""
+    texts: Annotated[int, Field(ge=1)] = 4
     """Texts in a batch."""
+    rate: Annotated[float, Field(gt=0.0)] = 2e-3
+    """The learning rate."""
     loss: Literal["kl", "tv", "both"] = "kl"
     """Distance from the target's law: Kullback-Leibler, total variation, or their sum."""
     train_output: bool = False

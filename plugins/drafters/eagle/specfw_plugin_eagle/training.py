@@ -97,7 +97,9 @@ class EagleTrainer(Trainer):
             "eagle",
             options,
             learner.parameters,
-            lambda step: learner.loss(batches.draw(step)),
+            lambda step: learner.loss(
+                batches.draw(step), options.rollout if step >= options.rollout_after else 1
+            ),
             learner.constants,
         )
         made = learner.checkpoint({**averaged, **learner.constants})
@@ -124,28 +126,29 @@ class _Learner:
         """The head with other weights."""
         return replace(self._beginning, tensors=dict(tensors))
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch, and how often the head's best token was the target's, by step."""
+    def loss(self, batch: Batch, steps: int) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch over rollouts of `steps`, and how often the head's best token was the target's."""
         head = Head(self.checkpoint({**self.constants, **self.parameters}), self._target)
-        return rollout_loss(head, self._target, batch, self._last, self._options)
+        return rollout_loss(head, self._target, batch, self._last, steps, self._options.loss)
 
 
 def rollout_loss(
-    head: Head, target: TargetInfo, batch: Batch, last: int, options: EagleTrainerOptions
+    head: Head, target: TargetInfo, batch: Batch, last: int, steps: int, kind: str = "kl"
 ) -> tuple[Tensor, dict[str, float]]:
-    """Run the head `options.rollout` steps on from each position, and compare its laws with the target's.
+    """Run the head `steps` steps on from each position, and compare its laws with the target's.
 
     Args:
         head: what learns.
         target: what it learns from.
         batch: texts with the states of the head's feature layers and of the `last` one.
         last: index of the last hidden state, from which the target's law follows.
-        options: steps and kind of loss.
+        steps: from each position, each on what the one before gave.
+        kind: of distance: `kl`, `tv` or `both`.
 
     Returns:
         The loss, and `hit1`, `hit2` and so on: how often the best token of each step was the target's.
     """
-    tokens, steps = batch.tokens.to(target.device), options.rollout
+    tokens = batch.tokens.to(target.device)
     size = tokens.shape[1] - steps
     rows = [batch.states[layer].to(target.device).flatten(0, 1) for layer in head.feature_layers]
     features = head.fuse(rows).unflatten(0, tokens.shape)[:, :size]
@@ -168,7 +171,7 @@ def rollout_loss(
         # rows whose target law is known; the head says what follows these tokens
         known = asked[:, ahead]
         guesses, which = head.logits(features[known]).float(), number[:, ahead][known]
-        apart = _distance(guesses, laws[which], entropy[which], options.loss)
+        apart = _distance(guesses, laws[which], entropy[which], kind)
         total = total + _FADING**step * apart
         best = guesses.detach().argmax(-1)
         best = best if head.vocab is None else head.vocab[best]

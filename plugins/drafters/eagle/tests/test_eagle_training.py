@@ -66,14 +66,11 @@ def test_a_rollout_is_what_drafting_does() -> None:
             right.append(bool(vocab[logits.argmax()] == given.best[0, place + 1 + step]))
         expected = expected + 0.8**step * torch.stack(losses).mean()
         hits.append(sum(right) / len(right))
-    options = EagleTrainerOptions(rollout=steps)
-    loss, found = rollout_loss(head, target(), given, LAST, options)
+    loss, found = rollout_loss(head, target(), given, LAST, steps)
     assert torch.allclose(loss, expected / sum(0.8**step for step in range(steps)), atol=1e-5)
     assert [found[f"hit{step + 1}"] for step in range(steps)] == pytest.approx(hits)
     for kind in ("tv", "both"):
-        other, _ = rollout_loss(
-            head, target(), given, LAST, options.model_copy(update={"loss": kind})
-        )
+        other, _ = rollout_loss(head, target(), given, LAST, steps, kind)
         assert not torch.allclose(other, loss)
 
 
@@ -109,25 +106,25 @@ def test_training_beats_its_start_and_goes_on_after_a_kill(
 ) -> None:
     """Fault: nothing is learned; or a run that was killed ends elsewhere than one that was not."""
     texts = texts_of(target(), tmp_path / "texts")
-    facts = train(tmp_path / "through", texts, steps=200).facts
+    lengths = {"steps": 200, "rollout_after": 100}
+    facts = train(tmp_path / "through", texts, **lengths).facts
     first = EagleTrainer(EagleTrainerOptions(vocab=20))
     first.attach(target())
     assert "200 steps" in facts["training"]
     monkeypatch.setattr("specfw.training.loop.time.perf_counter", clock_of_minutes())
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", texts, kill_at(100), steps=200)
-    train(tmp_path / "killed", texts, steps=200)
+        train(tmp_path / "killed", texts, kill_at(100), **lengths)
+    train(tmp_path / "killed", texts, **lengths)
     through, resumed = weights(tmp_path / "through"), weights(tmp_path / "killed")
     for name, value in through.items():
         assert torch.equal(value, resumed[name]), name
     ids = torch.from_numpy(texts.load(0).tokens.astype(np.int64)).view(24, -1)[:8]
-    options = EagleTrainerOptions(rollout=2)
     made = read_checkpoint(tmp_path / "through")
     vocab = Head(made, target()).vocab
     assert vocab is not None
     before = Head(head_of(vocab.tolist(), seed=0), target())
-    trained, _ = rollout_loss(Head(made, target()), target(), batch(ids), LAST, options)
-    untrained, _ = rollout_loss(before, target(), batch(ids), LAST, options)
+    trained, _ = rollout_loss(Head(made, target()), target(), batch(ids), LAST, 2)
+    untrained, _ = rollout_loss(before, target(), batch(ids), LAST, 2)
     assert trained < 0.6 * untrained
 
 
