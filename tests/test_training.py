@@ -13,7 +13,9 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from specfw.cli.main import app
 from specfw.components import Bound, Component
 from specfw.contracts import LoadedTarget, TargetInfo, TargetLoader, Trained, Trainer
 from specfw.errors import CapacityError, ConfigError
@@ -31,7 +33,7 @@ from specfw.training.recording import RowRecorder
 from specfw.training.run import Plan, TrainingRun, run_training
 from specfw.training.texts import Shard, Texts
 from specfw.training.writing import TextWriter, WritingSettings, write_texts
-from tests.byte_models import BOS, EOS, VOCAB_SIZE, byte_tokenizer, ids_of
+from tests.byte_models import BOS, EOS, VOCAB_SIZE, byte_tokenizer, ids_of, save_tiny_chat
 from tests.tiny_models import build, tiny
 
 SMALL = WritingSettings(conversations=3, turn_tokens=5, answer_tokens=6, top_k=4)
@@ -459,3 +461,19 @@ def test_the_card_says_how_it_was_made_and_what_it_brings(tmp_path: Path) -> Non
     write_card(Chat(), bound, plan, Trained({"name": "none"}), {}, measure=False)
     assert "tokens a target pass" not in (tmp_path / "README.md").read_text()
     assert reference_of(reference, tmp_path) == "name=none, file=.../made"
+
+
+def test_the_card_names_its_command_without_folders(tmp_path: Path) -> None:
+    """Fault: nobody can make it again, or a path of the machine that trained it is published."""
+    save_tiny_chat(tmp_path / "model")
+    out = tmp_path / "made"
+    arguments = ["train", "recycling(k=4)", "--target", str(tmp_path / "model"), "--out", str(out)]
+    sizes = ["--tokens", "40", "--conversations", "2", "--no-evaluate"]
+    run = CliRunner().invoke(app, [*arguments, *sizes])
+    assert run.exit_code == 0, run.output
+    card = (out / "README.md").read_text()
+    assert (
+        "| command | `specfw train 'recycling(k=4)' --out made --target model "
+        "--tokens 40 --conversations 2 --no-evaluate` |"
+    ) in card
+    assert str(tmp_path) not in card

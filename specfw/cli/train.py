@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ NAME = "train"
 
 
 def command(
+    context: typer.Context,
     trainer: Annotated[
         str, typer.Argument(help="What to train: a name or an expression, as in 'recycling(k=4)'.")
     ],
@@ -65,8 +67,26 @@ def command(
     bound = PluginManager().bind("trainer", trainer)
     with _bar(console) as tell:
         trained = run_training(target, bound, plan, tell, given(dtype=dtype))
-        write_card(target, bound, plan, trained, given(dtype=dtype), evaluate, tell)
+        write_card(
+            target, bound, plan, trained, given(dtype=dtype), evaluate, tell, _as_given(context)
+        )
     print(out)
+
+
+def _as_given(context: typer.Context) -> str:
+    """The command line as it was given."""
+    words = ["specfw", NAME]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        value = context.params[name]
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            words += [*parameter.opts[-1:] * (parameter.param_type_name == "option"), str(value)]
+    return shlex.join(words)
 
 
 @contextmanager

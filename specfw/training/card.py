@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from specfw.training.texts import Texts
 
 __all__ = ["reference_of", "write_card"]
 
+_FOLDERS = re.compile(r"(?<=[ ='\"])/[^ '\"(),]*/")
+"""Where files lie on this machine, in a command."""
 _PROMPTS = 1
 _TOKENS = 64
 
@@ -30,6 +33,7 @@ def write_card(
     settings: Mapping[str, Any],
     measure: bool = True,
     tell: Callable[[str], None] = lambda text: None,
+    command: str = "",
 ) -> None:
     """Write README.md into the folder of the result.
 
@@ -41,6 +45,7 @@ def write_card(
         settings: further keys of the pipeline's config.
         measure: whether to decode the project's own prompts, one of each category, and report acceptance.
         tell: takes a line on how it goes.
+        command: how it was called, if at the command line.
     """
     texts = Texts(plan.texts or plan.out / "texts")
     with Pipeline.from_config({"target": target, "drafter": trained.drafter, **settings}) as built:
@@ -53,6 +58,7 @@ def write_card(
     about = {
         "target": f"{name} (fingerprint {print_of})",
         "date": datetime.date.today().isoformat(),
+        **({"command": f"`{_FOLDERS.sub('', command)}`"} if command else {}),
         "trainer": f"{trainer.name} {_shown(trainer.options.model_dump(mode='json'))}",
         "texts": f"{texts.written} tokens that the target wrote itself, "
         + _shown({key: value for key, value in texts.about().items() if key in _TOLD}),
