@@ -260,6 +260,10 @@ def test_features_are_the_targets_hidden_states_kept_or_not(tmp_path: Path) -> N
         wanted = [(0, spans[2]), (0, slice(0, 3))]
         results.append(features.of(wanted, [shard.tokens[span] for _, span in wanted]))
     assert len(list((tmp_path / str(1 << 30)).iterdir())) == 2
+    # another run's dtype does not matter
+    kept = Features(target, [1, 2], tmp_path / str(1 << 30), 1 << 30, torch.bfloat16)
+    (narrow,) = kept.of([(0, spans[2])], [shard.tokens[spans[2]]])
+    assert torch.equal(narrow[2], results[-1][0][2].bfloat16())
     for found in results:
         for states, ids in zip(found, ([9, 8, 7], [5, 6, 7]), strict=True):
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Hidden states of the target at each token of its texts: computed once and kept in bfloat16, or as they are needed.
+"""Hidden states of the target at each token of its texts: computed once and kept, or computed as they are needed.
 
 Each layer of each shard is a file of its own, so trainers that read different layers share what they can.
 """
@@ -187,7 +187,7 @@ class Features:
             file: Any = safe_open(self._path(number, layer), "pt")
             self._open[number, layer] = file.get_slice("states")
         rows: Tensor = self._open[number, layer][span.start : span.stop]
-        return rows
+        return rows.to(self._dtype)  # another run may have kept them in another dtype
 
     def _path(self, number: int, layer: int) -> Path:
         return self._folder / f"layer-{layer}-texts-{number:06}.safetensors"
