@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import specfw.shipped
+from specfw.bench.evaluation import evaluate
 from specfw.errors import ConfigError
 from specfw.fingerprint import KEY, read_metadata
+from specfw.pipeline import Pipeline
 from specfw.plugins import PluginManager
 from specfw.shipped import Shipped
 from specfw.testing.training import VOCAB, texts_of, tiny_target
@@ -103,7 +106,9 @@ def test_wheels_hold_what_is_shipped(name: str, tmp_path: Path) -> None:
 def test_what_is_shipped_is_small_described_and_bound_to_its_target(tmp_path: Path) -> None:
     """Fault: texts and checkpoints of the training are shipped too, or weights that serve any target."""
     for name in TRAINED:
-        for folder in (package_of(PLUGINS / name) / "shipped").glob("*"):
+        shipped = package_of(PLUGINS / name) / "shipped"
+        assert (shipped / "demo").is_dir()
+        for folder in shipped.glob("*"):
             assert list(complaints(folder)) == []
     (tmp_path / "texts").mkdir()
     (tmp_path / "table.safetensors").touch()
@@ -114,6 +119,36 @@ def test_what_is_shipped_is_small_described_and_bound_to_its_target(tmp_path: Pa
         "table.safetensors: no fingerprint",
         "texts: not a file",
     ]
+
+
+UNTRAINED: dict[str, dict[str, Any]] = {
+    "recycling": {},
+    "eagle": {"path": "untrained"},
+    "medusa": {"untrained": 4},
+    "early-exit": {"layer": 10},
+}
+"""By drafter, what it is without training."""
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_shipped_keeps_more_of_the_demo_models_text(name: str, tmp_path: Path) -> None:
+    """Fault: weights of an early checkpoint or of another model are shipped, or nothing was learned."""
+    trained = {**TRAINED[name][1], **({"layer": 10} if name == "early-exit" else {})}
+    asked = ["Why is the sky blue?", "Write a short letter to a friend.", "How do magnets work?"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "\n".join(
+            json.dumps({"question_id": i, "category": "short", "turns": [text]})
+            for i, text in enumerate(asked)
+        )
+    )
+    kept = []
+    for options in (UNTRAINED[name], trained):
+        settings = {"target": "demo", "drafter": {"name": name, **options}, "dtype": "float32"}
+        with Pipeline.from_config(settings) as pipeline:
+            found = evaluate(pipeline, prompts, nodes=1, max_new_tokens=32).mapping()
+        kept.append(found["by_position"][0]["rate"] if found["by_position"] else 0.0)
+    assert kept[1] > kept[0] + 0.05
 
 
 def complaints(folder: Path) -> Iterator[str]:

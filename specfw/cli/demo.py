@@ -24,6 +24,9 @@ __all__ = ["NAME", "command"]
 
 NAME = "demo"
 
+_DRAFTER = "first(suffix(max_nodes=7), eagle(path='demo', max_nodes=3))"
+"""What is fastest here of what comes with the plugins."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -37,8 +40,8 @@ class _Run:
 
 
 def command(
-    drafter: Drafter = "ngram",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
+    drafter: Drafter = _DRAFTER,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 128,
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each kind; the median counts.")
     ] = 3,
