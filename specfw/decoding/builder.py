@@ -93,9 +93,8 @@ class DraftBuilder:
         self._guessed = np.full(shape, -1, np.int64)  # tokens known on the host
         self._token = root.new_zeros(shape)
         self._token[:, 0] = root
-        self._chance: Tensor | None = (
-            None  # how likely each token was, one at guesses; if asked for
-        )
+        # how likely each token was, one at guesses; if schedulers ask
+        self._chance: Tensor | None = None
         if may_draw is not None:
             self._chance = torch.ones_like(self._token, dtype=torch.float64)
         self._laws: list[Tensor] = []
