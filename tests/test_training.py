@@ -28,7 +28,7 @@ from specfw.training.card import reference_of, write_card
 from specfw.training.features import Features, check_laws, target_logits
 from specfw.training.files import check_room, exclusive, whole_file, whole_folder
 from specfw.training.loop import LoopSettings, Problem, train_loop
-from specfw.training.openings import opening_of, read_prompts
+from specfw.training.openings import Turn, opening_of, read_prompts
 from specfw.training.recording import RowRecorder
 from specfw.training.run import Plan, TrainingRun, run_training
 from specfw.training.texts import Shard, Texts
@@ -177,6 +177,27 @@ def test_given_prompts_are_the_users_turns(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="at least one prompt"):
         read_prompts(path, byte_tokenizer())
+
+
+def test_unfinished_turns_are_gone_on_with(tmp_path: Path) -> None:
+    """Fault: the mark is read as text, or a turn that was given whole is added to."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("ab …\ncd\n…\n", encoding="utf-8")
+    prompts = read_prompts(path, byte_tokenizer())
+    ab, cd = Turn(tuple(ids_of("ab"))), Turn(tuple(ids_of("cd")), unfinished=False)
+    assert prompts == [ab, cd, Turn()]
+    recorder = RowRecorder(SMALL.top_k)
+    with Pipeline.from_config({"target": Chat(), "drafter": recorder}) as pipeline:
+        opening = opening_of(pipeline.tokenizer, None)
+        shard = TextWriter(pipeline, recorder, opening, SMALL, prompts).write(0)
+    texts = [shard.tokens[span].tolist() for span in shard.spans()]
+    before, after = list(opening.before), list(opening.after)
+    for text, turn in zip(texts, prompts, strict=True):
+        begun = [*before, *turn.tokens]
+        assert text[: len(begun)] == begun
+        rest = text[len(begun) :]
+        written = next(n for n in range(len(rest)) if rest[n : n + len(after)] == after)
+        assert written <= (SMALL.turn_tokens if turn.unfinished else 0)
 
 
 def test_no_half_file_under_the_final_name(tmp_path: Path) -> None:

@@ -43,8 +43,13 @@ def command(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="User's turns, one a line, or .jsonl; default: the target's own."),
+        typer.Option(
+            help="User's turns, one a line, or .jsonl; the target goes on after `…`. Default: its own."
+        ),
     ] = None,
+    turn_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens that the target writes of a user's turn.")
+    ] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Texts that are written at once.")] = 64,
     conversations: Annotated[
         int, typer.Option(min=1, help="Texts in each shard, after which a killed run goes on.")
@@ -62,7 +67,7 @@ def command(
     from specfw.training.writing import WritingSettings
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    settings = WritingSettings(seed=seed, conversations=conversations)
+    settings = WritingSettings(seed=seed, conversations=conversations, turn_tokens=turn_tokens)
     plan = Plan(out, texts, tokens, minutes, prompts, batch, settings)
     bound = PluginManager().bind("trainer", trainer)
     with _bar(console) as tell:

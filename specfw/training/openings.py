@@ -10,10 +10,21 @@ from typing import Any
 from specfw.bench.prompts import load_prompts
 from specfw.errors import ConfigError
 
-__all__ = ["Opening", "opening_of", "read_prompts"]
+__all__ = ["Opening", "Turn", "opening_of", "read_prompts"]
 
 _MARK = "specfwturn"
 """Stands for the user's turn while the chat template is taken apart."""
+_MORE = "…"
+"""Ends turns that the target goes on with."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A user's turn, or how it begins."""
+
+    tokens: tuple[int, ...] = ()
+    unfinished: bool = True
+    """The target writes the rest."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,10 @@ def _chat_opening(tokenizer: Any) -> Opening | None:
     return Opening(tuple(ids[0]), tuple(ids[1])) if all(ids) else None
 
 
-def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
+def read_prompts(path: Path, tokenizer: Any) -> list[Turn]:
     """The user's turns in a file: a `.jsonl` in Spec-Bench's format, or text with one on each line.
+
+    A turn that ends in "…" is unfinished; "…" alone leaves all of it to the target.
 
     Raises:
         ConfigError: the file cannot be read or holds none, or there is no tokenizer.
@@ -87,8 +100,16 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
                 f"train: expected a text file of prompts in {path}, but it cannot be read ({error}); "
                 "name another file"
             ) from error
-        texts = [line.strip() for line in lines if line.strip()]
-    ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    if not (kept := [turn for turn in ids if turn]):
+        texts = [line.strip() for line in lines]
+    turns = [_turn_of(text, tokenizer) for text in texts if text]
+    if not (turns := [turn for turn in turns if turn.tokens or turn.unfinished]):
         raise ConfigError(f"train: expected at least one prompt in {path}, got none; add some")
-    return kept
+    return turns
+
+
+def _turn_of(text: str, tokenizer: Any) -> Turn:
+    unfinished = text.endswith(_MORE)
+    if unfinished:
+        text = text.removesuffix(_MORE).rstrip()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else ()
+    return Turn(tuple(ids), unfinished)

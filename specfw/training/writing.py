@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from specfw.errors import ConfigError
 from specfw.fingerprint import KEY, fingerprint
 from specfw.pipeline import Pipeline
 from specfw.training.files import exclusive
-from specfw.training.openings import Opening
+from specfw.training.openings import Opening, Turn
 from specfw.training.recording import Recorded, RowRecorder
 from specfw.training.texts import Shard, Texts
 from specfw.types import SamplingParams
@@ -33,7 +33,7 @@ class WritingSettings:
     conversations: int = 64
     """In each shard."""
     turn_tokens: int = 64
-    """Most tokens of a user's turn."""
+    """Most tokens that the target writes of a user's turn."""
     answer_tokens: int = 256
     """Most tokens of an answer."""
     turn_temperature: float = 1.0
@@ -54,9 +54,9 @@ class TextWriter:
         recorder: RowRecorder,
         opening: Opening,
         settings: WritingSettings,
-        prompts: Sequence[Sequence[int]] = (),
+        prompts: Sequence[Turn] = (),
     ) -> None:
-        """Wire the parts; the pipeline's drafter is the recorder, and `prompts` replace the user's turns."""
+        """Wire the parts; the pipeline's drafter is the recorder, and `prompts` are user's turns; none leaves them to the target."""
         self._pipeline, self._recorder = pipeline, recorder
         self._opening, self._settings, self._prompts = opening, settings, prompts
 
@@ -88,52 +88,50 @@ class TextWriter:
     def write(self, number: int) -> Shard:
         """Write the texts of a shard."""
         began = time.perf_counter()
-        count = self._settings.conversations
-        parts: list[list[Recorded]] = []
-        prompts = [list(self._opening.before)] * count
-        if self._opening.after or self._prompts:
-            turns = self._given_turns(number) or self._written_turns(number, prompts, parts)
-            after = list(self._opening.after)
-            prompts = [
-                [*prompt, *turn, *after] for prompt, turn in zip(prompts, turns, strict=True)
-            ]
+        first, count = number * self._settings.conversations, self._settings.conversations
+        given = self._prompts or [Turn()]
+        turns = [given[(first + i) % len(given)] for i in range(count)]
+        begun = [[*self._opening.before, *turn.tokens] for turn in turns]
         temperatures = self._settings.temperatures
         mixed = [temperatures[i % len(temperatures)] for i in range(count)]
-        parts.append(self._decode(number, prompts, mixed, self._settings.answer_tokens, "answer"))
+        parts: list[list[Recorded]] = []
+        if self._opening.after:
+            parts.append(self._finish_turns(number, turns, begun))
+        prompts = [[*prompt, *self._opening.after] for prompt in begun]
+        every, most = range(count), self._settings.answer_tokens
+        parts.append(self._decode(number, every, prompts, mixed, most, "answer"))
         return _shard_of(parts, mixed, self._settings.top_k, time.perf_counter() - began)
 
-    def _given_turns(self, number: int) -> list[list[int]]:
-        count = self._settings.conversations
-        if not self._prompts:
-            return []
-        return [
-            list(self._prompts[(number * count + i) % len(self._prompts)]) for i in range(count)
-        ]
-
-    def _written_turns(
-        self, number: int, prompts: Sequence[list[int]], parts: list[list[Recorded]]
-    ) -> list[list[int]]:
-        """The user's turns as the target writes them, without what ended them."""
+    def _finish_turns(
+        self, number: int, turns: Sequence[Turn], begun: Sequence[list[int]]
+    ) -> list[Recorded]:
+        """Let the target go on with what is unfinished of `begun`, in place, without what ends a turn."""
         stop = self._opening.after[0]
-        heat = [self._settings.turn_temperature] * len(prompts)
-        recorded = self._decode(number, prompts, heat, self._settings.turn_tokens, "turn", (stop,))
-        parts.append(recorded)
         ends = {stop, *self._pipeline.engine.info.eos_token_ids}
-        turns = []
-        for one in recorded:
-            turn = one.tokens[one.prompt_length :]
-            turns.append(turn[:-1] if turn and turn[-1] in ends else turn)
-        return turns
+        which = [i for i, turn in enumerate(turns) if turn.unfinished]
+        prompts = [begun[i] for i in which]
+        heat = [self._settings.turn_temperature] * len(which)
+        most = self._settings.turn_tokens
+        recorded = [Recorded() for _ in turns]
+        for i, one in zip(
+            which, self._decode(number, which, prompts, heat, most, "turn", (stop,)), strict=True
+        ):
+            recorded[i] = one
+            written = one.tokens[one.prompt_length :]
+            begun[i].extend(written[:-1] if written and written[-1] in ends else written)
+        return recorded
 
     def _decode(
         self,
         number: int,
+        which: Iterable[int],
         prompts: Sequence[list[int]],
         temperatures: Sequence[float],
         tokens: int,
         part: str,
         stops: tuple[int, ...] = (),
     ) -> list[Recorded]:
+        """Go on with some of the shard's conversations, each with chance of its own."""
         params = [
             SamplingParams(
                 max_new_tokens=tokens,
@@ -142,7 +140,7 @@ class TextWriter:
                 seed=_seed(self._settings.seed, number, i, part),
                 stop_token_ids=stops,
             )
-            for i, temperature in enumerate(temperatures)
+            for i, temperature in zip(which, temperatures, strict=True)
         ]
         self._pipeline.generate(list(prompts), params, progress=False)
         return self._recorder.take()
