@@ -93,7 +93,7 @@ class TextWriter:
         turns = [given[(first + i) % len(given)] for i in range(count)]
         begun = [[*self._opening.before, *turn.tokens] for turn in turns]
         temperatures = self._settings.temperatures
-        mixed = [temperatures[i % len(temperatures)] for i in range(count)]
+        mixed = [temperatures[(first + i) % len(temperatures)] for i in range(count)]
         parts: list[list[Recorded]] = []
         if self._opening.after:
             parts.append(self._finish_turns(number, turns, begun))
